@@ -1,0 +1,394 @@
+"""ExllamaV3Container: one model, its caches and its generator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from loguru import logger
+
+from backends.exllamav3.checkpoints import (
+    DEFAULT_INTERVAL,
+    CheckpointIntervals,
+    advise,
+    checkpoint_info,
+    describe,
+)
+from backends.exllamav3.engine import (
+    DEVICE,
+    ENGINE_VERSION,
+    AsyncGenerator,
+    Cache,
+    CacheLayer_fp16,
+    CacheLayer_quant,
+    Config,
+    Model,
+    Tokenizer,
+    gpu_count,
+    release_memory,
+    smallest_compute_capability,
+    token_tensor,
+)
+from backends.exllamav3.generation import EngineJob, Limits, check_token_ids, start_job
+from backends.messages import LoadProgress, ModelComponent, ModelInfo
+from common.config_models import LoadSettings
+from common.errors import InvalidRequest, Unsupported
+from common.generation import GenerationRequest
+
+PAGE_SIZE = 256  # tokens, the engine's
+MIB = 1024**2
+DEFAULT_MAX_SEQ_LEN = 8192  # where neither the user nor the model's config names one
+# Recurrent models hold a state per slot in VRAM, so the default stays small.
+DEFAULT_MAX_BATCH_SIZE = 128
+DEFAULT_MAX_BATCH_SIZE_RECURRENT = 4
+DEFAULT_DRAFT_TOKENS = 4
+# Lowest CUDA compute capability that the engine's kernels are written for (Ampere).
+LOWEST_COMPUTE_CAPABILITY = 8
+LEGACY_CACHE_MODES = {"Q4": (4, 4), "Q6": (6, 6), "Q8": (8, 8)}
+# Quantisations of other engines; their folders look like models but hold nothing that this one can read.
+FOREIGN_QUANTISATIONS = frozenset({"exl2", "gptq", "awq", "bitsandbytes", "gguf"})
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """Sizes of a loaded model, in tokens, derived from settings and the model's config."""
+
+    max_seq_len: int
+    cache_size: int
+    chunk_size: int
+    max_batch_size: int
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Speculative decoding: how, with which model, how many tokens ahead."""
+
+    mode: str  # "model", "mtp" or "ngram"
+    name: str | None
+    model: Model | None
+    num_tokens: int | None  # None: as the drafter prefers
+    ngram_match_min: int = 0
+    window: int = 0  # tokens that a verification pass may run ahead
+
+
+class ExllamaV3Container:
+    """One model from checked settings to generated tokens; the `Container` of `backends.worker`.
+
+    Life: `create()` -> `load()` -> `create_generator()` -> `start()`, `encode()`, `decode()` -> `unload()`. All from one
+    thread; the last ones inside one event loop.
+
+    Attributes:
+        generator: the engine's, after `create_generator()`.
+        warnings: advice to the user about these settings on this model.
+    """
+
+    @classmethod
+    def create(cls, directory: Path, settings: LoadSettings) -> Self:
+        """Read the model's configuration and check the settings against it; no weight is read.
+
+        Raises:
+            InvalidRequest: the folder is no model of this engine, or the settings do not fit it.
+        """
+        return cls(directory, settings)
+
+    def __init__(self, directory: Path, settings: LoadSettings) -> None:
+        model_settings = settings.model
+        self.directory = directory
+        self.settings = settings
+        self.warnings: list[str] = []
+        self.generator: AsyncGenerator | None = None
+
+        self.config = _read_config(directory)
+        self._check_devices()
+        self.config.infer_params.moe_cpu_offload = model_settings.cpu_moe_offload_layers or 0
+        self.model = Model.from_config(self.config)
+        self.tokenizer = Tokenizer.from_config(self.config)
+        self.eos_token_ids: list[int] = list(self.config.eos_token_id_list)
+        self.add_bos = _adds_bos(directory)
+        self.recurrent = bool(self.model.caps.get("recurrent_states"))
+        self.dimensions = self._dimensions()
+        self.draft = self._draft()
+
+        self.intervals = CheckpointIntervals(
+            interval=model_settings.recurrent_checkpoint_interval,
+            interval_pp=model_settings.recurrent_checkpoint_interval_pp,
+        )
+        self.warnings += advise(
+            self.intervals,
+            recurrent=self.recurrent,
+            chunk_size=self.dimensions.chunk_size,
+            cache_size=self.dimensions.cache_size,
+            default_interval=self.model.caps.get("default_recurrent_checkpoint_interval", DEFAULT_INTERVAL),
+        )
+        for warning in self.warnings:
+            logger.warning(warning)
+
+        window = self.draft.window if self.draft else 0
+        self.cache = self._new_cache(self.model, model_settings.cache_mode, window)
+        self.draft_cache = (
+            self._new_cache(self.draft.model, settings.draft_model.draft_cache_mode, window)
+            if self.draft and self.draft.model
+            else None
+        )
+
+    # --- checks and derived values ------------------------------------------------------------------------------
+
+    def _check_devices(self) -> None:
+        method = (self.config.config_dict.get("quantization_config") or {}).get("quant_method")
+        if method in FOREIGN_QUANTISATIONS:
+            raise Unsupported(
+                f"{self.directory.name} is quantised as {method}, which ExLlamaV3 cannot read. "
+                "Use an EXL3 quantisation or the unquantised model."
+            )
+        if DEVICE == "cpu":
+            if method == "exl3":
+                raise Unsupported(
+                    f"{self.directory.name} is quantised as exl3; the CPU kernels have no exl3 matrix product yet. "
+                    "Use a CUDA GPU, or the unquantised model."
+                )
+            return
+        capability = smallest_compute_capability(self._devices())
+        if capability < LOWEST_COMPUTE_CAPABILITY:
+            raise Unsupported(
+                f"ExLlamaV3 needs GPUs of compute capability {LOWEST_COMPUTE_CAPABILITY}.0 (Ampere) or newer; "
+                f"one of those in use has {capability}. Exclude it with model.gpu_split."
+            )
+
+    def _devices(self) -> list[int]:
+        """Indices of the GPUs that the model may use."""
+        split = self.settings.model.gpu_split
+        return [index for index in range(gpu_count()) if not split or (index < len(split) and split[index] > 0)]
+
+    def _dimensions(self) -> Dimensions:
+        model = self.settings.model
+        trained = self.config.config_dict.get("max_position_embeddings") or (
+            self.config.config_dict.get("text_config") or {}
+        ).get("max_position_embeddings")
+        max_seq_len = model.max_seq_len if model.max_seq_len and model.max_seq_len > 0 else trained
+        if max_seq_len is None:
+            max_seq_len = DEFAULT_MAX_SEQ_LEN
+            self.warnings.append(
+                f"{self.directory.name} does not say how long its context is; max_seq_len is {max_seq_len}. "
+                "Set model.max_seq_len if it can do more."
+            )
+        cache_size = _round_up(model.cache_size or max_seq_len)
+        if max_seq_len > cache_size:
+            self.warnings.append(
+                f"max_seq_len {max_seq_len} is larger than the cache; it is lowered to cache_size {cache_size}."
+            )
+            max_seq_len = cache_size
+        default_batch = DEFAULT_MAX_BATCH_SIZE_RECURRENT if self.recurrent else DEFAULT_MAX_BATCH_SIZE
+        chunk_size = model.chunk_size or 2048
+        if chunk_size % PAGE_SIZE:
+            self.warnings.append(f"chunk_size {chunk_size} is rounded up to {_round_up(chunk_size)}, a multiple of 256.")
+        return Dimensions(
+            max_seq_len=max_seq_len,
+            cache_size=cache_size,
+            chunk_size=_round_up(chunk_size),
+            max_batch_size=model.max_batch_size or default_batch,
+        )
+
+    def _draft(self) -> Draft | None:
+        settings = self.settings.draft_model
+        mode = settings.draft_mode or "model"
+        if mode == "ngram":
+            if settings.ngram_match_min is not None and settings.ngram_match_min < 1:
+                raise InvalidRequest(
+                    f"draft_model.ngram_match_min is {settings.ngram_match_min}; it must be at least 1 for draft_mode ngram.",
+                    param="draft_model.ngram_match_min",
+                )
+            tokens = settings.draft_num_tokens or DEFAULT_DRAFT_TOKENS
+            return Draft(mode, None, None, tokens, settings.ngram_match_min or 2, window=tokens)
+        if mode == "mtp":
+            if "mtp" not in self.config.model_classes:
+                raise InvalidRequest(
+                    f"{self.directory.name} has no multi-token prediction head. Use another draft_model.draft_mode.",
+                    param="draft_model.draft_mode",
+                )
+            model = Model.from_config(self.config, component="mtp")
+            return self._model_draft(mode, self.directory.name, model)
+        if mode == "model" and settings.draft_model_name:
+            directory = Path(settings.draft_model_dir).absolute() / settings.draft_model_name
+            model = Model.from_config(_read_config(directory))
+            return self._model_draft(mode, directory.name, model)
+        return None
+
+    def _model_draft(self, mode: str, name: str, model: Model) -> Draft:
+        tokens = self.settings.draft_model.draft_num_tokens
+        window = tokens or model.caps.get("default_draft_size", DEFAULT_DRAFT_TOKENS)
+        return Draft(mode, name, model, tokens, window=window)
+
+    def _new_cache(self, model: Model, mode: str | None, history: int) -> Cache:
+        sizes: dict[str, Any] = {
+            "max_num_tokens": self.dimensions.cache_size,
+            "max_batch_size": self.dimensions.max_batch_size,
+            "max_history": history,
+        }
+        bits = _cache_bits(mode or "FP16")
+        if bits is None:
+            return Cache(model, layer_type=CacheLayer_fp16, **sizes)
+        if DEVICE == "cpu":
+            self.warnings.append(f"cache_mode {mode}: the CPU kernels keep the cache unquantised.")
+        return Cache(model, layer_type=CacheLayer_quant, k_bits=bits[0], v_bits=bits[1], **sizes)
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    def load(self) -> Iterator[LoadProgress]:
+        """Read the weights, the drafter's first. Yields after every module."""
+        split = self.settings.draft_model.draft_gpu_split
+        if self.draft is not None and self.draft.model is not None:
+            yield from _progress("draft", self.draft.model.load_gen(**_placement(split, None)))
+        yield from _progress("model", self.model.load_gen(**self._load_arguments()))
+        release_memory()
+
+    def _load_arguments(self) -> dict[str, Any]:
+        settings = self.settings.model
+        arguments: dict[str, Any] = {
+            "max_chunk_size": self.dimensions.chunk_size,
+            "max_batch_size": self.dimensions.max_batch_size,
+        }
+        if DEVICE == "cpu":
+            return arguments
+        reserve = [megabytes / 1024 for megabytes in settings.autosplit_reserve or []] or None
+        if settings.tensor_parallel and gpu_count() > 1:
+            arguments |= {"tensor_p": True, "tp_backend": settings.tensor_parallel_backend or "native"}
+        return arguments | _placement(settings.gpu_split, reserve)
+
+    async def create_generator(self) -> None:
+        """Create the generator over the loaded model, and log the checkpoint intervals in force."""
+        memory = self.settings.memory
+        draft = self.draft
+        self.generator = AsyncGenerator(
+            model=self.model,
+            cache=self.cache,
+            tokenizer=self.tokenizer,
+            draft_model=draft.model if draft else None,
+            draft_cache=self.draft_cache,
+            num_draft_tokens=draft.num_tokens if draft else None,
+            dynamic_draft_tokens=bool(self.settings.draft_model.dynamic_draft),
+            ngram_match_min=draft.ngram_match_min if draft else 0,
+            max_batch_size=self.dimensions.max_batch_size,
+            max_chunk_size=self.dimensions.chunk_size,
+            recurrent_cache_size=memory.sysmem_recurrent_cache * MIB,
+            cpu_cache_size=memory.sysmem_kv_cache * MIB,
+            **self.intervals.engine_arguments(),
+        )
+        if self.recurrent:
+            logger.info(describe(self.generator.generator))
+
+    def info(self) -> ModelInfo:
+        assert self.generator is not None
+        settings = self.settings.model
+        return ModelInfo(
+            name=self.directory.name,
+            directory=str(self.directory),
+            architecture=self.config.architecture,
+            max_seq_len=self.dimensions.max_seq_len,
+            cache_size=self.dimensions.cache_size,
+            max_batch_size=self.generator.generator.max_batch_size,
+            cache_mode=settings.cache_mode or "FP16",
+            chunk_size=self.dimensions.chunk_size,
+            use_vision=False,
+            device=DEVICE,
+            engine_version=ENGINE_VERSION,
+            draft_mode=self.draft.mode if self.draft else None,
+            draft_model_name=self.draft.name if self.draft else None,
+            checkpoints=checkpoint_info(self.generator.generator),
+            warnings=self.warnings,
+        )
+
+    async def unload(self) -> None:
+        """Release the generator, the weights and the caches."""
+        if self.generator is not None:
+            await self.generator.close()
+            self.generator = None
+        self.model.unload()
+        if self.draft is not None and self.draft.model is not None:
+            self.draft.model.unload()
+        release_memory()
+
+    def broken(self) -> bool:
+        return self.generator is not None and self.generator.error is not None
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def start(self, request: GenerationRequest) -> EngineJob:
+        assert self.generator is not None
+        return start_job(
+            request,
+            generator=self.generator,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            add_bos=self.add_bos,
+            limits=self._limits(),
+        )
+
+    def _limits(self) -> Limits:
+        assert self.generator is not None
+        engine = self.generator.generator
+        return Limits(
+            max_seq_len=self.dimensions.max_seq_len,
+            cache_capacity=self.dimensions.cache_size - engine.max_draft_tokens,
+            max_rq_tokens=self.dimensions.chunk_size if self.settings.model.output_chunking is not False else None,
+            allocation_boundary=engine.recurrent_checkpoint_interval if engine.recurrent_cache is not None else PAGE_SIZE,
+        )
+
+    def encode(self, text: str, *, add_bos: bool | None, encode_special_tokens: bool) -> list[int]:
+        ids = self.tokenizer.encode(
+            text,
+            add_bos=self.add_bos if add_bos is None else add_bos,
+            encode_special_tokens=encode_special_tokens,
+        )
+        flat: list[int] = ids.flatten().tolist()
+        return flat
+
+    def decode(self, tokens: list[int], *, decode_special_tokens: bool) -> str:
+        check_token_ids(tokens, self.tokenizer, "tokens")
+        text: str = self.tokenizer.decode(token_tensor(tokens), decode_special_tokens=decode_special_tokens)
+        return text
+
+
+def _read_config(directory: Path) -> Config:
+    try:
+        return Config.from_directory(str(directory))
+    except (AssertionError, KeyError, ValueError, OSError) as error:
+        # The engine's words name the file and what it misses in it.
+        raise InvalidRequest(f"{directory.name} is not a model that ExLlamaV3 can load: {error}") from error
+
+
+def _adds_bos(directory: Path) -> bool:
+    """`add_bos_token` of tokenizer_config.json; true where it is not said, as transformers' Llama tokenizers have it."""
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return True
+    return bool(json.loads(path.read_text(encoding="utf-8")).get("add_bos_token", True))
+
+
+def _cache_bits(mode: str) -> tuple[int, int] | None:
+    """Bits of keys and values; None for an unquantised cache."""
+    if mode in LEGACY_CACHE_MODES:
+        return LEGACY_CACHE_MODES[mode]
+    if "," not in mode:
+        return None
+    keys, values = mode.split(",")
+    return int(keys), int(values)
+
+
+def _placement(split: list[float] | None, reserve: list[float] | None) -> dict[str, Any]:
+    """GB per GPU to use, or to keep free; the engine takes one of the two."""
+    if DEVICE == "cpu":
+        return {}
+    return {"use_per_device": split} if split else {"reserve_per_device": reserve}
+
+
+def _progress(component: ModelComponent, steps: Iterator[tuple[int, int]]) -> Iterator[LoadProgress]:
+    for module, modules in steps:
+        if module > 0:  # the engine also reports before the first module
+            yield LoadProgress(component=component, module=module, modules=modules)
+
+
+def _round_up(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE) * PAGE_SIZE

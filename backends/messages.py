@@ -1,0 +1,174 @@
+"""The records between the server and an engine process.
+
+Frames on the pipe are a 4-byte big-endian length and one msgpack-encoded record of the unions below. Nothing else
+travels: no tensors, no containers, no callables.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from common.errors import ErrorRecord
+from common.generation import Event, GenerationRequest
+
+ModelComponent: TypeAlias = Literal["vision", "draft", "model"]
+
+
+class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Recurrent checkpoints of a loaded model, read back from the generator."""
+
+    interval: int  # tokens, in generated text and the last 2 x chunk_size of a prompt
+    interval_pp: int  # tokens, in the rest of a prompt
+    bytes: int  # one checkpoint in host RAM
+    capacity: int  # how many fit the budget
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a loaded model is and how it is set up."""
+
+    name: str  # folder name
+    directory: str
+    architecture: str
+    max_seq_len: int
+    cache_size: int
+    max_batch_size: int
+    cache_mode: str
+    chunk_size: int
+    use_vision: bool
+    device: str  # "cuda" or "cpu"
+    engine_version: str
+    draft_mode: str | None  # None: no drafting
+    draft_model_name: str | None
+    checkpoints: CheckpointInfo | None  # None: the model has no recurrent layers
+    warnings: list[str]  # advice given at load, also in the log
+
+
+# --- server to engine ---------------------------------------------------------------------------------------------
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """The first message to a process, sent once: which model. Everything is checked, nothing is loaded.
+
+    Answered by `Prepared` or `LoadFailed`. The server stops the model that it holds only after `Prepared`.
+    """
+
+    directory: str  # absolute
+    settings: bytes  # JSON of `common.config_models.LoadSettings`
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Load the prepared model. Answered by `LoadProgress` messages, then `Loaded` or `LoadFailed`."""
+
+
+class Generate(msgspec.Struct, frozen=True, tag=True):
+    id: str
+    request: GenerationRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Ends a request. It may already have ended; then nothing happens."""
+
+    id: str
+
+
+class Encode(msgspec.Struct, frozen=True, tag=True):
+    id: str
+    text: str
+    add_bos: bool | None  # None: as the model's tokenizer_config says
+    encode_special_tokens: bool
+
+
+class Decode(msgspec.Struct, frozen=True, tag=True):
+    id: str
+    tokens: list[int]
+    decode_special_tokens: bool
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Release everything and exit. The end of stdin means the same."""
+
+
+ToEngine: TypeAlias = Prepare | Load | Generate | Cancel | Encode | Decode | Shutdown
+
+
+# --- engine to server ---------------------------------------------------------------------------------------------
+
+
+class Prepared(msgspec.Struct, frozen=True, tag=True):
+    """The model and its settings can be loaded, as far as can be told without loading."""
+
+
+class LoadProgress(msgspec.Struct, frozen=True, tag=True):
+    component: ModelComponent
+    module: int  # 1 to modules
+    modules: int
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    info: ModelInfo
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag=True):
+    error: ErrorRecord
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """The prompt is tokenised, fits, and is queued."""
+
+    id: str
+    prompt_tokens: int
+
+
+class Produced(msgspec.Struct, frozen=True, tag=True):
+    """An event of a request. A `Finish` is the last message of its id."""
+
+    id: str
+    event: Event
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The last message of its id, for a Generate, Encode or Decode."""
+
+    id: str
+    error: ErrorRecord
+
+
+class Encoded(msgspec.Struct, frozen=True, tag=True):
+    id: str
+    tokens: list[int]
+
+
+class Decoded(msgspec.Struct, frozen=True, tag=True):
+    id: str
+    text: str
+
+
+class Log(msgspec.Struct, frozen=True, tag=True):
+    level: str  # loguru's level name
+    message: str
+
+
+FromEngine: TypeAlias = (
+    Prepared | LoadProgress | Loaded | LoadFailed | Accepted | Produced | Failed | Encoded | Decoded | Log
+)
+
+
+# --- frames -------------------------------------------------------------------------------------------------------
+
+HEADER_BYTES = 4
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    body = _encoder.encode(message)
+    return len(body).to_bytes(HEADER_BYTES, "big") + body
+
+
+def body_length(header: bytes) -> int:
+    return int.from_bytes(header, "big")
+
+
+to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
+from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)

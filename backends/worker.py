@@ -1,0 +1,232 @@
+"""Engine side of one engine process: `python -m backends.worker`.
+
+Reads messages from stdin, drives a container, writes messages to stdout. The event loop runs in the main thread, and
+the engine in that loop: one thread alone calls torch, with a second one decoding gets two to three times slower. Two
+other threads touch only bytes: the one that reads stdin, and the interpreter's end when stdin closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from loguru import logger
+
+from backends import messages
+from backends.messages import FromEngine, LoadProgress, ModelInfo, ToEngine
+from common.config_models import LoadSettings
+from common.errors import EngineFailed, ModelLoadFailed, ServerError
+from common.generation import Event, GenerationRequest
+
+LOG_LEVEL_VARIABLE = "TABBY_LOG_LEVEL"
+
+
+class Job(Protocol):
+    """One request that the engine has taken."""
+
+    prompt_tokens: int
+
+    def events(self) -> AsyncIterator[Event]:
+        """Ends after a `Finish`, or raises."""
+
+    async def cancel(self) -> None:
+        """Ends the job and frees what it holds; `events()` then ends without a `Finish`. Harmless after the end."""
+
+
+class Container(Protocol):
+    """One model and everything that it needs to generate.
+
+    The calls come in the order of the methods, all from one thread. `ServerError`s are for the user; anything else is
+    a defect, or the engine's failure.
+    """
+
+    def load(self) -> Iterator[LoadProgress]:
+        """Read the weights."""
+
+    async def create_generator(self) -> None:
+        """Make the loaded model ready for `start()`. Needs a running loop."""
+
+    def info(self) -> ModelInfo: ...
+
+    def start(self, request: GenerationRequest) -> Job:
+        """Tokenise, check and queue. Raises `ServerError` for a request that cannot be served."""
+
+    def encode(self, text: str, *, add_bos: bool | None, encode_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, tokens: list[int], *, decode_special_tokens: bool) -> str: ...
+
+    def broken(self) -> bool:
+        """Whether the engine failed as a whole, so that only a new process helps."""
+
+    async def unload(self) -> None: ...
+
+
+class CreateContainer(Protocol):
+    def __call__(self, directory: Path, settings: LoadSettings) -> Container:
+        """Check everything that can be checked without loading. Raises `ServerError`."""
+
+
+class Worker:
+    """Carries messages between a pipe pair and a container until told to stop."""
+
+    def __init__(self, create: CreateContainer, incoming: FileIO, outgoing: BinaryIO) -> None:
+        self._create = create
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._inbox: asyncio.Queue[ToEngine] = asyncio.Queue()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, args=(loop,), name="stdin", daemon=True).start()
+        logger.remove()
+        logger.add(
+            lambda entry: self._send(messages.Log(level=entry.record["level"].name, message=str(entry).rstrip())),
+            level=os.environ.get(LOG_LEVEL_VARIABLE, "INFO").upper(),
+            format="{message}",
+        )
+        try:
+            container = await self._bring_up()
+        except ServerError as error:
+            self._send(messages.LoadFailed(error=error.to_record()))
+            return
+        if container is not None:
+            await self._serve(container)
+
+    async def _bring_up(self) -> Container | None:
+        """Prepare and load as the server asks; None when it changed its mind."""
+        message = await self._inbox.get()
+        if not isinstance(message, messages.Prepare):
+            return None
+        directory = Path(message.directory)
+        try:
+            container = self._create(directory, LoadSettings.model_validate_json(message.settings))
+            self._send(messages.Prepared())
+            if not isinstance(await self._inbox.get(), messages.Load):
+                return None
+            for progress in container.load():
+                self._send(progress)
+            await container.create_generator()
+        except ServerError:
+            raise
+        except Exception as error:
+            # Whatever the engine raises over a model is the user's to know: which file, which memory, which shape.
+            logger.opt(exception=error).error("Loading {} failed", directory.name)
+            raise ModelLoadFailed(f"{directory.name}: {type(error).__name__}: {error}") from error
+        self._send(messages.Loaded(info=container.info()))
+        return container
+
+    async def _serve(self, container: Container) -> None:
+        while True:
+            message = await self._inbox.get()
+            match message:
+                case messages.Generate(id=request_id, request=request):
+                    self._start(container, request_id, request)
+                case messages.Cancel(id=request_id):
+                    if (task := self._tasks.get(request_id)) is not None:
+                        task.cancel()
+                case messages.Encode() | messages.Decode():
+                    self._send(self._tokens(container, message))
+                case messages.Shutdown():
+                    break
+                case _:
+                    logger.error("The engine process got {} while it serves", type(message).__name__)
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await container.unload()
+
+    def _start(self, container: Container, request_id: str, request: GenerationRequest) -> None:
+        try:
+            job = container.start(request)
+        except Exception as error:
+            self._send(messages.Failed(id=request_id, error=_record(error)))
+            return
+        self._send(messages.Accepted(id=request_id, prompt_tokens=job.prompt_tokens))
+        task = asyncio.create_task(self._pump(container, request_id, job))
+        self._tasks[request_id] = task
+        task.add_done_callback(lambda done: self._tasks.pop(request_id, None))
+
+    async def _pump(self, container: Container, request_id: str, job: Job) -> None:
+        try:
+            async for event in job.events():
+                self._send(messages.Produced(id=request_id, event=event))
+        except Exception as error:
+            self._send(messages.Failed(id=request_id, error=_record(error)))
+            if container.broken():
+                logger.critical("The engine failed as a whole; its process ends and is started again")
+                # Every other job has got the same error and reports it in this turn of the loop.
+                asyncio.get_running_loop().call_later(0.1, os._exit, 1)
+        finally:
+            await job.cancel()
+
+    def _tokens(self, container: Container, call: messages.Encode | messages.Decode) -> FromEngine:
+        try:
+            if isinstance(call, messages.Encode):
+                tokens = container.encode(
+                    call.text, add_bos=call.add_bos, encode_special_tokens=call.encode_special_tokens
+                )
+                return messages.Encoded(id=call.id, tokens=tokens)
+            text = container.decode(call.tokens, decode_special_tokens=call.decode_special_tokens)
+            return messages.Decoded(id=call.id, text=text)
+        except Exception as error:
+            return messages.Failed(id=call.id, error=_record(error))
+
+    def _send(self, message: FromEngine) -> None:
+        # Blocks when the server does not read: the engine shall not run ahead of it without bounds.
+        self._outgoing.write(messages.frame(message))
+        self._outgoing.flush()
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        while True:
+            length = messages.body_length(self._read_exactly(messages.HEADER_BYTES))
+            message = messages.to_engine_decoder.decode(self._read_exactly(length))
+            loop.call_soon_threadsafe(self._inbox.put_nowait, message)
+            if isinstance(message, messages.Shutdown):
+                return
+
+    def _read_exactly(self, count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            part = self._incoming.read(count - len(parts))
+            if not part:
+                os._exit(0)  # the parent is gone; nobody wants what the engine may be busy with
+            parts += part
+        return bytes(parts)
+
+
+def _record(error: Exception) -> messages.ErrorRecord:
+    if isinstance(error, ServerError):
+        return error.to_record()
+    logger.opt(exception=error).error("A request failed in the engine")
+    return EngineFailed(f"The engine failed on this request: {type(error).__name__}: {error}").to_record()
+
+
+def run(create: CreateContainer) -> None:
+    """Serve one server process over this process's stdin and stdout."""
+    # Ctrl-C in a terminal reaches every process of the group; the server decides when an engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Frames get a descriptor of their own, so that whatever prints to stdout cannot corrupt them.
+    outgoing = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # Unbuffered: a thread that waits in a buffered reader holds its lock, which aborts the interpreter's shutdown.
+    incoming = FileIO(os.dup(sys.stdin.fileno()))
+    asyncio.run(Worker(create, incoming, outgoing).run())
+
+
+def main() -> None:
+    # Imported here: another process that reuses `run` shall not need the engine.
+    from backends.exllamav3.model import ExllamaV3Container
+
+    run(ExllamaV3Container.create)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,507 @@
+"""Every setting: name, type, default, limits and description, said once.
+
+From these models derive the sample file, the command line, the names in the environment, the load request, the tables
+in `docs/02.-Server-options.md`, and the checks. Names and defaults are TabbyAPI's where it has the setting. The string
+under a setting is its description, for users.
+
+An explicit null means the same as leaving a key out. Numbers and truth values may be given as text, as the environment
+and the command line do; so may lists and mappings, in YAML's flow style or, lists, separated by commas.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from urllib.parse import urlsplit
+
+from annotated_types import Ge, Gt, Le, MultipleOf
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+T = TypeVar("T")
+
+PAGE_TOKENS = 256  # a page of the engine's cache; sizes and intervals are multiples of it
+
+
+# --- markers ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Marks a setting that is recognised and checked, but changes nothing; setting it gives a warning.
+
+    Attributes:
+        reason: completes the sentence "... has no effect: ".
+        when: which values are worth the warning; None for all but the default.
+    """
+
+    reason: str
+    when: Callable[[Any], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Says in words which values a setting takes, where its type does not."""
+
+    text: str
+
+
+PLANNED = NoEffect("what it controls is not built yet.")
+KOBOLD_PLANNED = NoEffect("the Kobold API is not built yet.", when=lambda servers: "kobold" in servers)
+ENGINE_SETS_ROPE = NoEffect("ExLlamaV3 reads the RoPE parameters from the model's config.json.")
+
+
+# --- types --------------------------------------------------------------------------------------------------------
+
+
+def _refuse_bool(value: object) -> object:
+    # bool is an int in Python; `chunk_size: true` is a mistake all the same.
+    if isinstance(value, bool):
+        raise ValueError("a truth value is not a number")
+    return value
+
+
+def _parse_flow(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return YAML(typ="safe", pure=True).load(value)
+    except YAMLError as error:
+        raise ValueError("cannot be read as YAML or JSON") from error
+
+
+def _parse_list(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        return _parse_flow(value)
+    return [item.strip() for item in value.split(",") if item.strip()]
+
+
+def _parse_cache_mode(value: str) -> str:
+    mode = re.sub(r"\s", "", value).upper()
+    if not re.fullmatch(r"FP16|Q[468]|[2-8],[2-8]", mode):
+        raise ValueError("not a cache mode")
+    return mode
+
+
+def _parse_mode(value: object) -> object:
+    # YAML 1.1 tools write on and off as truth values.
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return value
+
+
+def _lower(value: object) -> object:
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def _upper(value: object) -> object:
+    return value.strip().upper() if isinstance(value, str) else value
+
+
+def _check_origins(origins: list[str]) -> list[str]:
+    for origin in origins:
+        parts = urlsplit(origin)
+        is_origin = parts.scheme in ("http", "https") and parts.netloc and f"{parts.scheme}://{parts.netloc}" == origin
+        if origin not in ("*", "loopback") and not is_origin:
+            raise ValueError(f"{origin!r} is not an origin")
+    if "*" in origins and len(origins) > 1:
+        raise ValueError('"*" stands alone')
+    return origins
+
+
+Integer: TypeAlias = Annotated[int, BeforeValidator(_refuse_bool)]
+Number: TypeAlias = Annotated[float, BeforeValidator(_refuse_bool)]
+Positive: TypeAlias = Annotated[Integer, Gt(0)]
+NotNegative: TypeAlias = Annotated[Integer, Ge(0)]
+PageMultiple: TypeAlias = Annotated[Integer, Gt(0), MultipleOf(PAGE_TOKENS)]
+ListOf: TypeAlias = Annotated[list[T], BeforeValidator(_parse_list)]
+Sizes: TypeAlias = ListOf[Annotated[Number, Ge(0)]]
+Variables: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_parse_flow)]
+CacheMode: TypeAlias = Annotated[
+    str,
+    AfterValidator(_parse_cache_mode),
+    Allowed("FP16, Q8, Q6, Q4, or the bits of keys and values such as 8,4 (2 to 8)"),
+]
+RopeAlpha: TypeAlias = Annotated[Number | Literal["auto"], Allowed("a number or auto")]
+ApiServers: TypeAlias = Annotated[
+    ListOf[Annotated[Literal["oai", "kobold"], BeforeValidator(_lower)]],
+    AfterValidator(lambda servers: servers or ["oai"]),
+]
+Origins: TypeAlias = Annotated[
+    ListOf[str],
+    AfterValidator(_check_origins),
+    Allowed('a list of origins such as "https://chat.example.com", "loopback", or "*" alone'),
+]
+LogLevel: TypeAlias = Annotated[
+    Literal["TRACE", "DEBUG", "INFO", "SUCCESS", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_upper)
+]
+ReasoningMode: TypeAlias = Annotated[Literal["auto", "on", "off"], BeforeValidator(_parse_mode)]
+
+
+class Section(BaseModel):
+    """A group of settings. Values do not change once they are read."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            return {key: value for key, value in values.items() if value is not None}
+        return values
+
+
+# --- sections -----------------------------------------------------------------------------------------------------
+
+
+class NetworkConfig(Section):
+    """Where the server listens, and who may use it."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. 127.0.0.1 serves this machine only, 0.0.0.0 every network that it is in."""
+
+    port: Annotated[Integer, Ge(0), Le(65535)] = 5000
+    """TCP port to listen on. 0 takes any free port; the log says which."""
+
+    disable_auth: bool = False
+    """Serve everybody as administrator, without keys. Whoever reaches the port can then load models and change
+    settings, so leave it off unless nobody else can reach it."""
+
+    disable_fetch_requests: bool = False
+    """Never fetch an image by its http(s) URL. Images that come inside a request (data: URLs) still work."""
+
+    send_tracebacks: Annotated[bool, NoEffect("tracebacks stay in the log, where they cannot leak to clients.")] = False
+    """Taken from TabbyAPI's files, without effect: tracebacks go to the log only."""
+
+    api_servers: Annotated[ApiServers, KOBOLD_PLANNED] = ["oai"]
+    """Front ends to offer: oai (OpenAI's API) and kobold. Health, model and key routes are always there."""
+
+    sse_ping_interval: NotNegative = 15
+    """Seconds between signs of life in a stream that has nothing else to send, as during a long prefill. 0 sends
+    none."""
+
+    cors_origins: Origins = ["loopback"]
+    """Web pages that may use the server from a browser. "loopback" stands for the pages of this machine (localhost,
+    127.0.0.1, [::1]) on any port; they may send credentials, and so may origins that are listed by name. "*" opens the
+    server to every page, without credentials."""
+
+
+class LoggingConfig(Section):
+    """What the log shows, and where it goes."""
+
+    log_level: LogLevel = "INFO"
+    """Least severe messages to show. TABBY_LOG_LEVEL sets it too."""
+
+    log_console: bool = True
+    """Write the log to the terminal (stderr)."""
+
+    log_file: bool = True
+    """Write the log to a file in logs/, one per start. A file that reaches 20 MB is zipped and a new one begun; files
+    older than a week are deleted."""
+
+    log_json: bool = False
+    """Write one JSON object a line, on the terminal and in the file, for tools that collect logs."""
+
+    log_prompt: Annotated[bool, PLANNED] = False
+    """Log the text of every prompt as the model gets it."""
+
+    log_generation_params: Annotated[bool, PLANNED] = False
+    """Log the parameters of every generation."""
+
+    log_requests: Annotated[bool, PLANNED] = False
+    """Log address, headers and body of every request. Keys and authorization headers are left out."""
+
+    log_chat_completion_requests: Annotated[bool, PLANNED] = False
+    """Write every chat completion request to a file of its own in logs/debug."""
+
+
+class ModelParameters(Section):
+    """How one model is loaded: what config.yml, tabby_config.yml and a load request have in common."""
+
+    backend: Annotated[Literal["exllamav3"] | None, BeforeValidator(_lower)] = None
+    """Engine to load the model with. There is one, exllamav3; empty means the same."""
+
+    max_seq_len: Annotated[Integer, Ge(-1)] | None = None
+    """Most tokens that prompt and answer may have together. Empty or -1: what the model's config.json says."""
+
+    cache_size: PageMultiple | None = None
+    """Tokens that the key/value cache in VRAM holds, for all requests together. More than max_seq_len lets several long
+    requests run at once and keeps more of old prompts. Empty: as max_seq_len."""
+
+    cache_mode: CacheMode = "FP16"
+    """Precision of the key/value cache: FP16, Q8, Q6 or Q4, or the bits of keys and values apart, such as 8,4. Fewer
+    bits hold more tokens in the same VRAM."""
+
+    tensor_parallel: bool = False
+    """Compute every layer on all GPUs at once instead of spreading the layers over them. Without effect on one GPU."""
+
+    tensor_parallel_backend: Literal["native", "nccl"] = "native"
+    """How GPUs talk to each other with tensor_parallel. native needs nothing; nccl may be faster with NVLink."""
+
+    gpu_split_auto: bool = True
+    """Fill one GPU after the other by itself. Without effect on one GPU, with tensor_parallel, or with a gpu_split."""
+
+    autosplit_reserve: Sizes = [96.0]
+    """VRAM in MB that gpu_split_auto leaves free on each GPU."""
+
+    gpu_split: Sizes = []
+    """VRAM in GB to use on each GPU, such as [20, 24]. Empty: see gpu_split_auto."""
+
+    cpu_moe_offload_layers: NotNegative = 0
+    """Layers of a mixture-of-experts model whose experts are computed on the CPU, to save VRAM."""
+
+    rope_scale: Annotated[Number, ENGINE_SETS_ROPE] = 1.0
+    """Taken from TabbyAPI's files, without effect."""
+
+    rope_alpha: Annotated[RopeAlpha | None, ENGINE_SETS_ROPE] = None
+    """Taken from TabbyAPI's files, without effect."""
+
+    chunk_size: Positive = 2048
+    """Prompt tokens processed in one step (rounded up to a multiple of 256). Larger is a little faster and needs more
+    VRAM. Recurrent checkpoints of a prompt fall on the ends of chunks, see recurrent_checkpoint_interval_pp."""
+
+    recurrent_checkpoint_interval: PageMultiple | None = None
+    """Tokens between two checkpoints of a model with recurrent layers, in generated text and in the last two chunks of
+    a prompt. Smaller: an edited or continued chat is processed again from a nearer point. Larger: less host RAM
+    (memory.sysmem_recurrent_cache). A multiple of 256; empty: the engine's default, 2048 or 6144 by architecture."""
+
+    recurrent_checkpoint_interval_pp: PageMultiple | None = None
+    """The same for the rest of a prompt, all but its last two chunks. With the default an edit early in a long prompt
+    costs a full prefill. Checkpoints fall on the ends of chunks, so a value below chunk_size brings no more than
+    chunk_size does; set both intervals together. A multiple of 256; empty: the engine's default, 32768."""
+
+    output_chunking: bool = True
+    """Reserve cache for an answer in steps of chunk_size instead of all at once, so that more requests fit."""
+
+    max_batch_size: Positive | None = None
+    """Most requests generated at once; others wait. Empty: 4 for models with recurrent layers, else 128."""
+
+    prompt_template: str | None = None
+    """Chat template to use instead of the model's own: the name of a .jinja file in templates/, or of one of the
+    model's templates."""
+
+    vision: Annotated[bool, PLANNED] = False
+    """Load the model's vision tower, so that it takes images."""
+
+    template_vars_default: Variables = {}
+    """Variables for the chat template, used where a request does not set them."""
+
+    template_vars_force: Variables = {}
+    """Variables for the chat template, used whatever a request sets."""
+
+    force_enable_thinking: bool = False
+    """Deprecated: the same as enable_thinking: true in template_vars_force, where that does not set it."""
+
+    reasoning_mode: Annotated[ReasoningMode, PLANNED] = "auto"
+    """Whether thoughts are told apart from the answer. auto: where the model's chat template has them."""
+
+    reasoning: Annotated[bool, PLANNED] = False
+    """true is the same as reasoning_mode: on. false counts as unset, since TabbyAPI's sample writes it out; to turn
+    detection off set reasoning_mode: off."""
+
+    reasoning_start_token: Annotated[str, PLANNED] = "<think>"
+    """Text that begins a thought."""
+
+    reasoning_end_token: Annotated[str, PLANNED] = "</think>"
+    """Text that ends a thought."""
+
+    start_in_reasoning: Annotated[Literal["auto", "always", "never"], PLANNED] = "auto"
+    """Whether an answer begins inside a thought. auto: as the rendered prompt ends."""
+
+    tool_calls_in_reasoning: Annotated[bool, PLANNED] = True
+    """Recognise tool calls inside a thought."""
+
+    reasoning_budget_tokens: Annotated[Integer | None, PLANNED] = None
+    """Tokens after which a thought is ended. Negative or empty: no limit."""
+
+    reasoning_budget_message: Annotated[str | None, PLANNED] = None
+    """Text put at the end of a thought that reaches its budget."""
+
+    tool_format: Annotated[str | None, PLANNED] = None
+    """Syntax of the model's tool calls. Empty: found from the chat template."""
+
+    harmony: Annotated[bool | None, PLANNED] = None
+    """The model speaks Harmony (gpt-oss). Empty: found from its special tokens."""
+
+    muse_glimmer: Annotated[bool | None, PLANNED] = None
+    """The model speaks Muse Glimmer. Empty: found from its special tokens."""
+
+    def forced_template_variables(self) -> dict[str, Any]:
+        """`template_vars_force`, with what the deprecated `force_enable_thinking` adds to it."""
+        deprecated = {"enable_thinking": True} if self.force_enable_thinking else {}
+        return deprecated | self.template_vars_force
+
+
+class ModelSelection(Section):
+    """Which model is loaded at start, and which may be asked for later."""
+
+    model_dir: str = "models"
+    """Folder that holds the model folders."""
+
+    inline_model_loading: Annotated[bool, PLANNED] = False
+    """Let the "model" field of a request load that model. Otherwise the loaded model answers, whatever the field
+    says."""
+
+    use_dummy_models: Annotated[bool, PLANNED] = False
+    """List the names below as models, for clients that insist on one of them."""
+
+    dummy_model_names: Annotated[ListOf[str], PLANNED] = ["gpt-3.5-turbo"]
+    """Names that use_dummy_models lists."""
+
+    model_name: str | None = None
+    """Folder in model_dir to load at start. Empty: none, a model is loaded by request."""
+
+    use_as_default: ListOf[str] = []
+    """Names of model and draft_model settings whose values also hold for models loaded by request, such as
+    ["cache_mode", "recurrent_checkpoint_interval_pp"]. All others apply to the model loaded at start."""
+
+
+class ModelConfig(ModelParameters, ModelSelection):
+    """The model to load at start, and how."""
+
+
+class DraftModelParameters(Section):
+    """How answers are drafted: what config.yml, tabby_config.yml and a load request have in common."""
+
+    draft_mode: Literal["model", "disabled", "mtp", "ngram"] = "model"
+    """Where drafts come from: a smaller model, the model's own MTP layers, or repetitions in the text (ngram). model
+    without a draft_model_name, and disabled, draft nothing."""
+
+    draft_model_name: str | None = None
+    """Folder in draft_model_dir of the draft model."""
+
+    draft_rope_scale: Annotated[Number, ENGINE_SETS_ROPE] = 1.0
+    """Taken from TabbyAPI's files, without effect."""
+
+    draft_rope_alpha: Annotated[RopeAlpha | None, ENGINE_SETS_ROPE] = None
+    """Taken from TabbyAPI's files, without effect."""
+
+    draft_cache_mode: CacheMode = "FP16"
+    """Precision of the draft model's key/value cache, as cache_mode."""
+
+    draft_gpu_split: Sizes = []
+    """VRAM in GB for the draft model on each GPU. Empty: placed automatically."""
+
+    draft_num_tokens: Positive | None = None
+    """Tokens to draft at a time. Empty: what suits the draft model."""
+
+    dynamic_draft: bool = False
+    """Draft fewer tokens while drafts are being rejected, draft_num_tokens at most."""
+
+    ngram_match_min: Positive = 2
+    """Tokens that must repeat before ngram drafts what followed them."""
+
+
+class DraftModelSelection(Section):
+    """Where draft models are."""
+
+    draft_model_dir: str = "models"
+    """Folder that holds the draft models' folders."""
+
+
+class DraftModelConfig(DraftModelParameters, DraftModelSelection):
+    """Drafting (speculative decoding): tokens are guessed cheaply and checked together, which is faster and changes no
+    output."""
+
+
+class LoraInstance(Section):
+    """One LoRA adapter."""
+
+    name: str
+    scaling: Annotated[Number, Ge(0)] = 1.0
+
+
+class LoraConfig(Section):
+    """LoRA adapters."""
+
+    lora_dir: Annotated[str, PLANNED] = "loras"
+    """Folder that holds the adapters' folders."""
+
+    loras: Annotated[
+        ListOf[LoraInstance], PLANNED, Allowed('a list such as [{"name": "my-lora", "scaling": 1.0}]')
+    ] = []
+    """Adapters to apply to the model loaded at start, each with a name and a scaling of 0 or more."""
+
+
+class EmbeddingsConfig(Section):
+    """The embedding model."""
+
+    embedding_model_dir: Annotated[str, PLANNED] = "models"
+    """Folder that holds the embedding models' folders."""
+
+    embeddings_device: Annotated[Literal["cpu", "auto", "cuda"], PLANNED] = "cpu"
+    """Where embeddings are computed."""
+
+    embedding_model_name: Annotated[str | None, PLANNED] = None
+    """Folder in embedding_model_dir of the embedding model to load at start."""
+
+
+class SamplingConfig(Section):
+    """Defaults for sampling parameters that requests leave out."""
+
+    override_preset: str | None = None
+    """Preset to apply at start: the name of a .yml file in sampler_overrides/, such as safe_defaults."""
+
+
+class MemoryConfig(Section):
+    """Host memory that the engine may use. Applies to every model."""
+
+    sysmem_recurrent_cache: NotNegative = 4096
+    """MB of host RAM for checkpoints of recurrent state. When it is full, checkpoints that can no longer be used go
+    first, then those unused for longest."""
+
+    sysmem_kv_cache: NotNegative = 0
+    """MB of host RAM for key/value pages pushed out of VRAM, from where they return quicker than they are computed. 0:
+    none. Not with tensor_parallel."""
+
+    cuda_malloc_async: bool = True
+    """Use CUDA's asynchronous allocator. Turn it off if the driver has trouble with it."""
+
+
+class DeveloperConfig(Section):
+    """Settings for development. Wrong values may make the server unusable."""
+
+    unsafe_launch: Annotated[bool, NoEffect("the start checks nothing that could be skipped.")] = False
+    """Taken from TabbyAPI's files, without effect."""
+
+    disable_request_streaming: Annotated[bool, PLANNED] = False
+    """Answer requests that ask for a stream with one JSON body."""
+
+    realtime_process_priority: Annotated[bool, PLANNED] = False
+    """Run the engine at a higher priority where the system allows it."""
+
+    seqlog: Annotated[bool, PLANNED] = False
+    """Send the log to a Seq server too."""
+
+    seqlog_server_url: Annotated[str, PLANNED] = "http://localhost:5341"
+    """Address of the Seq server."""
+
+    seqlog_api_key: Annotated[str | None, PLANNED] = None
+    """Key for the Seq server."""
+
+
+class Settings(Section):
+    """All settings of the server."""
+
+    network: NetworkConfig = NetworkConfig()
+    logging: LoggingConfig = LoggingConfig()
+    model: ModelConfig = ModelConfig()
+    draft_model: DraftModelConfig = DraftModelConfig()
+    lora: LoraConfig = LoraConfig()
+    embeddings: EmbeddingsConfig = EmbeddingsConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    memory: MemoryConfig = MemoryConfig()
+    developer: DeveloperConfig = DeveloperConfig()
+
+
+class LoadSettings(Section):
+    """What one load is made of. Equal values load equal models."""
+
+    model: ModelConfig = ModelConfig()
+    draft_model: DraftModelConfig = DraftModelConfig()
+    memory: MemoryConfig = MemoryConfig()

@@ -1,0 +1,198 @@
+"""The errors that reach a user, as one tree.
+
+    ServerError                        500  server_error
+    ├── InvalidRequest                 400  invalid_request_error
+    │   ├── ContextLengthExceeded      400  invalid_request_error   context_length_exceeded
+    │   └── Unsupported                400  invalid_request_error   unsupported
+    ├── AuthenticationFailed           401  authentication_error    invalid_api_key
+    ├── NotFound                       404  not_found_error         not_found
+    │   └── ModelNotFound              404  not_found_error         model_not_found
+    ├── MethodNotAllowed               405  invalid_request_error   method_not_allowed
+    ├── ModelNotLoaded                 503  service_unavailable     model_not_loaded
+    ├── ModelLoadFailed                500  server_error            model_load_failed
+    ├── EngineFailed                   500  server_error            engine_failed
+    └── RequestCancelled               503  service_unavailable     request_cancelled
+    SettingsError                      (stops the start; never leaves the process)
+
+Every API renders these in its own envelope (`endpoints/server.py`). An error that happens in the engine process
+crosses to the server as an `ErrorRecord` and is raised there as the same leaf.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+
+class ErrorRecord(msgspec.Struct, frozen=True):
+    """A `ServerError` as plain data, for the way between two processes."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+class ServerError(Exception):
+    """Something went wrong on our side. Leaves set the class attributes and hold no logic.
+
+    Attributes:
+        status: HTTP status.
+        type: the `type` of OpenAI's error object.
+        code: the `code` of OpenAI's error object; unique per leaf.
+        retry_after: seconds for a `Retry-After` header, or None where a retry cannot help.
+        message: text for the user; names the field and the remedy.
+        param: path of the field at fault, such as "messages.0.content", or None.
+    """
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "server_error"
+    retry_after: ClassVar[int | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def to_record(self) -> ErrorRecord:
+        return ErrorRecord(code=self.code, message=self.message, param=self.param)
+
+    @staticmethod
+    def from_record(record: ErrorRecord) -> ServerError:
+        """The leaf with the record's code; a plain `ServerError` where no leaf has it."""
+        return _leaf_with_code(record.code, ServerError)(record.message, param=record.param)
+
+
+class InvalidRequest(ServerError):
+    """The request cannot be served as it is; changing it helps."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_request"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt does not fit the context or the cache."""
+
+    code = "context_length_exceeded"
+
+
+class Unsupported(InvalidRequest):
+    """The request asks for something this server or this model cannot do."""
+
+    code = "unsupported"
+
+
+class AuthenticationFailed(ServerError):
+    """No key, or a key that does not open this route."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFound(ServerError):
+    """No such route or object."""
+
+    status = 404
+    type = "not_found_error"
+    code = "not_found"
+
+
+class ModelNotFound(NotFound):
+    """No model of that name."""
+
+    code = "model_not_found"
+
+
+class MethodNotAllowed(ServerError):
+    """The route exists, but not for this HTTP method."""
+
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class ModelNotLoaded(ServerError):
+    """No model is up, or it is still loading."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "model_not_loaded"
+    retry_after = 5
+
+
+class ModelLoadFailed(ServerError):
+    """The model could not be loaded; what served before still serves."""
+
+    code = "model_load_failed"
+
+
+class EngineFailed(ServerError):
+    """The engine process died or failed while it worked on the request; it is started again."""
+
+    code = "engine_failed"
+    retry_after = 5
+
+
+class RequestCancelled(ServerError):
+    """The server ended the request before it was done: the model was unloaded, swapped, or is shutting down."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "request_cancelled"
+    retry_after = 1
+
+
+class SettingsError(Exception):
+    """Settings that cannot be used: the message names the file, line or option and what to do."""
+
+
+def _leaf_with_code(code: str, base: type[ServerError]) -> type[ServerError]:
+    for leaf in base.__subclasses__():
+        found = _leaf_with_code(code, leaf)
+        if found.code == code:
+            return found
+    return base
+
+
+def validate_context_requirements(
+    context_len: int,
+    max_seq_len: int,
+    max_tokens: int,
+    cache_capacity: int,
+    max_rq_tokens: int | None = None,
+    allocation_boundary: int = 256,
+) -> int:
+    """Check that a prompt leaves room for an answer, by the engine's own arithmetic.
+
+    The engine (`Job.prepare_for_queue`, exllamav3 1.6.4 and later) limits an answer to what the cache holds past the
+    prompt and one more token, and cuts its first reservation, which ends on a multiple of `allocation_boundary`, at the
+    end of the cache. So neither a long answer nor the reservation can make a prompt that fits unservable; only the
+    prompt itself counts.
+
+    Args:
+        context_len: tokens of the prompt, images and BOS included.
+        max_seq_len: the most tokens of prompt and answer together that the model is set up for.
+        max_tokens: the most tokens the answer may have; 0 or less means all that fit.
+        cache_capacity: tokens the key/value cache holds, less the draft window where drafting is on.
+        max_rq_tokens: tokens of output reserved at a time, None for the whole answer. Does not change the result, see
+            above; part of the signature because callers of TabbyAPI's function pass it.
+        allocation_boundary: tokens; the recurrent checkpoint interval on recurrent models, else 256. As above.
+
+    Returns:
+        The tokens the answer may have, at least 1: `max_tokens`, or fewer where the context or the cache ends before.
+
+    Raises:
+        ContextLengthExceeded: not even one token of output fits. The message says how many prompt tokens do.
+    """
+    longest_prompt = max(0, min(max_seq_len - 1, cache_capacity - 2))
+    if context_len > longest_prompt:
+        raise ContextLengthExceeded(
+            f"The prompt has {context_len} tokens, which exceeds the available context size: at most {longest_prompt} "
+            f"fit here (max_seq_len {max_seq_len}, cache {cache_capacity} tokens, one token kept for the answer). "
+            "Shorten the prompt, or load the model with a larger max_seq_len and cache_size."
+        )
+    room = min(max_seq_len - context_len, cache_capacity - context_len - 1)
+    return room if max_tokens <= 0 else min(max_tokens, room)

@@ -1,0 +1,84 @@
+"""What a front end asks for and what it gets back, whatever the API and the engine.
+
+A front end turns its request into `GenerationRequest`s and renders `Event`s. The records are plain data (msgspec
+structs), so the same ones travel to the engine process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from common.sampling import SamplingParameters
+
+FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt, one answer. `n` answers are `n` requests."""
+
+    prompt: str | list[int]  # text, or token ids that are used as they are
+    sampling: SamplingParameters
+    add_bos: bool | None = None  # None: as the model's tokenizer_config says; ignored for token ids
+    encode_special_tokens: bool = True  # whether strings like <|im_end|> in the text become control tokens
+    stop_strings: list[str] = []
+    stop_tokens: list[int] = []  # beside the model's own end-of-sequence tokens
+    max_tokens: int = 0  # 0: all that fits
+    min_tokens: int = 0  # stop tokens are suppressed before this count
+    seed: int | None = None
+    banned_strings: list[str] = []
+    token_healing: bool = False
+    logprobs: int | None = None  # None: off; 0: of the sampled token; k: and of the k most likely
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural logarithm of a token's probability, finite."""
+
+    token_id: int
+    token: str
+    logprob: float
+
+
+class SampledLogprob(TokenLogprob, frozen=True):
+    top: list[TokenLogprob] = []  # most likely first
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens and seconds of one finished request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0  # of prompt_tokens, those not processed again
+    accepted_draft_tokens: int = 0
+    rejected_draft_tokens: int = 0
+    queue_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    completion_seconds: float = 0.0
+
+
+class Prefill(msgspec.Struct, frozen=True, tag=True):
+    """A prefill chunk is done. Front ends may show it; it carries no text."""
+
+    done_tokens: int
+    total_tokens: int
+
+
+class TextDelta(msgspec.Struct, frozen=True, tag=True):
+    text: str
+    token_ids: list[int] = []
+    logprobs: list[SampledLogprob] = []
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The last event of an answer."""
+
+    reason: FinishReason
+    usage: Usage
+    eos_reason: str | None = None  # the engine's: stop_token, stop_string, max_new_tokens, end_filter, loop_detected
+    stop_sequence: str | None = None  # the stop string or token text that ended the answer
+
+
+Event: TypeAlias = Prefill | TextDelta | Finish
+EventStream: TypeAlias = AsyncIterator[Event]  # ends with a Finish, or raises a `common.errors.ServerError`

@@ -1,0 +1,32 @@
+"""Bodies of the model routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.config_models import DraftModelParameters, ModelParameters
+
+
+class DraftModelLoadRequest(DraftModelParameters):
+    """The `draft_model` object of a load request."""
+
+
+class ModelLoadRequest(ModelParameters):
+    """Body of `POST /v1/model/load`: every per-model setting, with the limits that it has in config.yml.
+
+    Only the fields that a request gives count; the rest comes from `use_as_default` and the model's tabby_config.yml, so
+    the defaults shown here are those of a server that has neither.
+    """
+
+    model_name: str
+    """Folder in model_dir of the model to load."""
+
+    skip_queue: bool = False
+    """Cancel the requests in flight instead of waiting for them."""
+
+    draft_model: DraftModelLoadRequest | None = None
+    """How answers are drafted; the folder is taken from the server's draft_model_dir."""
+
+    def parameters(self) -> dict[str, Any]:
+        """The settings that the request gives, `draft_model` nested among them."""
+        return self.model_dump(exclude_unset=True, exclude={"model_name", "skip_queue"})

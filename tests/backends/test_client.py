@@ -1,0 +1,194 @@
+"""The server side of an engine process, over a real process that plays a script."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from backends.client import EngineClient, Generation
+from backends.messages import LoadProgress
+from common.errors import (
+    ContextLengthExceeded,
+    EngineFailed,
+    ErrorRecord,
+    InvalidRequest,
+    ModelLoadFailed,
+    ModelNotLoaded,
+    RequestCancelled,
+)
+from common.generation import Finish, Prefill, TextDelta
+from tests.scripted import ScriptedEngine, ask
+from tests.scripted_worker import ModelScript, Play, Script
+
+
+@asynccontextmanager
+async def serving(engine: ScriptedEngine, script: Script) -> AsyncIterator[EngineClient]:
+    engine.write(script)
+    client = engine.client()
+    await client.prepare()
+    async for _ in client.load():
+        pass
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def text_of(generation: Generation) -> str:
+    return "".join([event.text async for event in generation if isinstance(event, TextDelta)])
+
+
+async def test_load_reports_every_module_and_the_model(scripted: ScriptedEngine) -> None:
+    scripted.write(Script())
+    client = scripted.client(recurrent_checkpoint_interval=1024)
+    await client.prepare()
+    assert client.state == "prepared"
+    progress = [record async for record in client.load()]
+    assert progress == [LoadProgress(component="model", module=n, modules=3) for n in (1, 2, 3)]
+    assert client.info is not None
+    assert client.info.name == "alpha"
+    assert client.info.checkpoints is not None
+    assert client.info.checkpoints.interval == 1024
+    await client.close()
+
+
+async def test_events_come_in_order_and_end_with_finish(scripted: ScriptedEngine) -> None:
+    play = Play(chunks=["a", "b"], prefill=[(1, 2), (2, 2)], cached_tokens=1)
+    async with serving(scripted, Script(plays=[play])) as client, await client.generate(ask("hi")) as generation:
+        assert await generation.accepted() == 2
+        events = [event async for event in generation]
+        assert [type(event) for event in events] == [Prefill, Prefill, TextDelta, TextDelta, Finish]
+        finish = events[-1]
+        assert isinstance(finish, Finish)
+        assert (finish.usage.prompt_tokens, finish.usage.completion_tokens, finish.usage.cached_tokens) == (2, 2, 1)
+        assert client.running == 0
+
+
+async def test_many_requests_at_once_keep_apart(scripted: ScriptedEngine) -> None:
+    plays = [Play(when=f"<{n}>", chunks=[str(n)] * 5, delay=0.001) for n in range(20)]
+    async with serving(scripted, Script(plays=plays)) as client:
+        generations = [await client.generate(ask(f"<{n}>")) for n in range(20)]
+        texts = await asyncio.gather(*map(text_of, generations))
+        assert texts == [str(n) * 5 for n in range(20)]
+
+
+async def test_a_refused_request_raises_before_any_event(scripted: ScriptedEngine) -> None:
+    async with serving(scripted, Script(models={"alpha": ModelScript(max_seq_len=10)})) as client:
+        generation = await client.generate(ask("x" * 50))
+        with pytest.raises(ContextLengthExceeded, match="at most 8 fit"):
+            await generation.accepted()
+        with pytest.raises(ContextLengthExceeded):
+            await text_of(generation)
+        assert client.running == 0
+
+
+async def test_cancel_ends_the_stream_and_frees_the_engine(scripted: ScriptedEngine) -> None:
+    plays = [Play(when="slow", chunks=["x"] * 1000, delay=0.01), Play(chunks=["next"])]
+    async with serving(scripted, Script(plays=plays)) as client:
+        generation = await client.generate(ask("slow"))
+        await generation.accepted()
+        await generation.cancel()
+        await generation.cancel()
+        with pytest.raises(RequestCancelled):
+            await text_of(generation)
+        assert client.running == 0
+        assert await text_of(await client.generate(ask("quick"))) == "next"
+
+
+async def test_leaving_the_block_cancels(scripted: ScriptedEngine) -> None:
+    async with serving(scripted, Script(plays=[Play(hang_after=0)])) as client:
+        async with await client.generate(ask()) as generation:
+            await generation.accepted()
+            assert client.running == 1
+        assert client.running == 0
+
+
+async def test_a_failing_request_hurts_no_other(scripted: ScriptedEngine) -> None:
+    plays = [Play(when="bad", fail_after=1), Play(when="good", chunks=["fine"] * 3, delay=0.01)]
+    async with serving(scripted, Script(plays=plays)) as client:
+        good, bad = await client.generate(ask("good")), await client.generate(ask("bad"))
+        with pytest.raises(EngineFailed, match="the script says: fail"):
+            await text_of(bad)
+        assert await text_of(good) == "finefinefine"
+
+
+async def test_a_crash_fails_what_runs_and_the_engine_comes_back(scripted: ScriptedEngine) -> None:
+    plays = [Play(when="die", crash_after=1), Play(when="wait", hang_after=0), Play(chunks=["alive"])]
+    async with serving(scripted, Script(plays=plays)) as client:
+        waiting = await client.generate(ask("wait"))
+        dying = await client.generate(ask("die"))
+        for generation in (dying, waiting):
+            with pytest.raises(EngineFailed, match="code 23.*the script says: die"):
+                await text_of(generation)
+        assert await text_of(await client.generate(ask("after"))) == "alive"
+        assert client.state == "ready"
+
+
+async def test_an_engine_that_keeps_crashing_is_given_up(
+    scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backends.client.RESTART_DELAYS", (0.0, 0.0))
+    async with serving(scripted, Script(plays=[Play(crash_after=0)])) as client:
+        scripted.write(Script(models={"alpha": ModelScript(load_crash=True)}))
+        with pytest.raises(EngineFailed):
+            await text_of(await client.generate(ask()))
+        with pytest.raises(ModelNotLoaded, match="code 24"):
+            await client.generate(ask())
+        assert client.state == "failed"
+
+
+async def test_close_cancels_what_runs_and_ends_the_process(scripted: ScriptedEngine) -> None:
+    async with serving(scripted, Script(plays=[Play(hang_after=0)])) as client:
+        generation = await client.generate(ask())
+        await generation.accepted()
+        process = client._process
+        assert process is not None
+        await client.close()
+        with pytest.raises(RequestCancelled, match="alpha was unloaded"):
+            await text_of(generation)
+        assert process.returncode == 0
+        with pytest.raises(ModelNotLoaded):
+            await client.generate(ask())
+
+
+async def test_errors_of_prepare_and_load_keep_their_kind(scripted: ScriptedEngine) -> None:
+    record = ErrorRecord(code="invalid_request", message="no such thing", param="model.cache_mode")
+    scripted.write(Script(models={"alpha": ModelScript(prepare_error=record), "beta": ModelScript(load_crash=True)}))
+    alpha, beta = scripted.client("alpha"), scripted.client("beta")
+    with pytest.raises(InvalidRequest) as raised:
+        await alpha.prepare()
+    assert raised.value.param == "model.cache_mode"
+    await beta.prepare()
+    with pytest.raises(ModelLoadFailed, match="code 24"):
+        _ = [record async for record in beta.load()]
+
+
+async def test_encode_and_decode(scripted: ScriptedEngine) -> None:
+    async with serving(scripted, Script()) as client:
+        assert await client.encode("hé") == [104, 233]
+        assert await client.decode([104, 233]) == "hé"
+
+
+async def test_a_failed_call_raises_its_error(scripted: ScriptedEngine) -> None:
+    async with serving(scripted, Script()) as client:
+        with pytest.raises(EngineFailed):
+            await client.decode([-1])
+
+
+async def test_the_engine_ends_when_its_pipe_closes(scripted: ScriptedEngine) -> None:
+    """As when the server is killed: the engine may be blocked in a long step and must not stay behind."""
+    async with serving(scripted, Script(plays=[Play(busy=60)])) as client:
+        generation = await client.generate(ask())
+        await generation.accepted()
+        process = client._process
+        assert process is not None
+        assert process.stdin is not None
+        client.state = "closed"  # a process that ends on its own is not started again
+        process.stdin.close()
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)

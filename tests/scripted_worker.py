@@ -1,0 +1,176 @@
+"""A worker process whose "engine" plays a script: exact texts, timings and faults over the real protocol.
+
+    python -m tests.scripted_worker SCRIPT
+
+SCRIPT is the path of a JSON `Script`. A token is a character, its id the code point. Every request that arrives is
+appended to SCRIPT + ".history", one JSON `GenerationRequest` a line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+
+from backends import worker
+from backends.messages import CheckpointInfo, LoadProgress, ModelInfo
+from common.config_models import LoadSettings
+from common.errors import ErrorRecord, ServerError, validate_context_requirements
+from common.generation import Event, Finish, FinishReason, GenerationRequest, Prefill, TextDelta, Usage
+
+FOREVER = 3600.0
+
+
+class Play(msgspec.Struct, frozen=True, kw_only=True):
+    """How to answer a request. The first play whose `when` is part of the prompt is taken."""
+
+    when: str = ""
+    chunks: list[str] = msgspec.field(default_factory=lambda: ["Hello", " world"])
+    finish: FinishReason = "stop"
+    delay: float = 0.0  # seconds before each chunk, during which the engine can be interrupted
+    busy: float = 0.0  # seconds before the first chunk, during which its thread is blocked
+    prefill: list[tuple[int, int]] = []  # progress records
+    cached_tokens: int = 0
+    fail_after: int | None = None  # chunks after which the request fails
+    crash_after: int | None = None  # chunks after which the process dies
+    hang_after: int | None = None  # chunks after which nothing comes any more
+
+
+class ModelScript(msgspec.Struct, frozen=True, kw_only=True):
+    prepare_error: ErrorRecord | None = None
+    load_error: ErrorRecord | None = None
+    load_crash: bool = False
+    load_seconds: float = 0.0
+    modules: int = 3
+    max_seq_len: int = 4096
+    recurrent: bool = True
+
+
+class Script(msgspec.Struct, frozen=True, kw_only=True):
+    plays: list[Play] = []
+    models: dict[str, ModelScript] = {}  # by folder name
+
+    def play_for(self, prompt: str) -> Play:
+        return next((play for play in self.plays if play.when in prompt), Play())
+
+
+class ScriptedJob:
+    def __init__(self, play: Play, prompt_tokens: int, max_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self._play = play
+        self._max_tokens = max_tokens
+
+    async def events(self) -> AsyncIterator[Event]:
+        play = self._play
+        for done, total in play.prefill:
+            await asyncio.sleep(play.delay)
+            yield Prefill(done_tokens=done, total_tokens=total)
+        time.sleep(play.busy)
+        produced = 0
+        for index, chunk in enumerate([*play.chunks, ""]):
+            if index == play.crash_after:
+                print("the script says: die", file=sys.stderr, flush=True)
+                os._exit(23)
+            if index == play.fail_after:
+                raise RuntimeError("the script says: fail")
+            if index == play.hang_after:
+                await asyncio.sleep(FOREVER)
+            if not chunk:
+                break
+            await asyncio.sleep(play.delay)
+            text = chunk[: self._max_tokens - produced]
+            produced += len(text)
+            yield TextDelta(text=text, token_ids=[ord(character) for character in text])
+            if len(text) < len(chunk):
+                break
+        length = produced == self._max_tokens
+        yield Finish(
+            reason="length" if length else play.finish,
+            eos_reason="max_new_tokens" if length else "stop_token",
+            usage=Usage(
+                prompt_tokens=self.prompt_tokens, completion_tokens=produced, cached_tokens=play.cached_tokens
+            ),
+        )
+
+    async def cancel(self) -> None:
+        pass
+
+
+class ScriptedContainer:
+    def __init__(self, path: Path, directory: Path, settings: LoadSettings) -> None:
+        script = msgspec.json.decode(path.read_bytes(), type=Script)
+        self._script = script
+        self._history = path.with_name(path.name + ".history")
+        self._model = script.models.get(directory.name, ModelScript())
+        self._directory = directory
+        self._settings = settings
+        if self._model.prepare_error is not None:
+            raise ServerError.from_record(self._model.prepare_error)
+
+    def load(self) -> Iterator[LoadProgress]:
+        for module in range(1, self._model.modules + 1):
+            time.sleep(self._model.load_seconds / self._model.modules)
+            yield LoadProgress(component="model", module=module, modules=self._model.modules)
+        if self._model.load_crash:
+            os._exit(24)
+        if self._model.load_error is not None:
+            raise ServerError.from_record(self._model.load_error)
+
+    async def create_generator(self) -> None:
+        print("a stray line on stdout")
+
+    def info(self) -> ModelInfo:
+        model = self._settings.model
+        recurrent = CheckpointInfo(
+            interval=model.recurrent_checkpoint_interval or 2048,
+            interval_pp=model.recurrent_checkpoint_interval_pp or 32768,
+            bytes=1000,
+            capacity=4,
+        )
+        return ModelInfo(
+            name=self._directory.name,
+            directory=str(self._directory),
+            architecture="Scripted",
+            max_seq_len=model.max_seq_len or self._model.max_seq_len,
+            cache_size=model.cache_size or self._model.max_seq_len,
+            max_batch_size=4,
+            cache_mode="FP16",
+            chunk_size=2048,
+            use_vision=False,
+            device="cpu",
+            engine_version="0",
+            draft_mode=None,
+            draft_model_name=None,
+            checkpoints=recurrent if self._model.recurrent else None,
+            warnings=[],
+        )
+
+    def start(self, request: GenerationRequest) -> ScriptedJob:
+        with self._history.open("ab") as history:
+            history.write(msgspec.json.encode(request) + b"\n")
+        prompt = request.prompt if isinstance(request.prompt, str) else "".join(map(chr, request.prompt))
+        limit = self._settings.model.max_seq_len or self._model.max_seq_len
+        room = validate_context_requirements(len(prompt), limit, request.max_tokens, limit)
+        return ScriptedJob(self._script.play_for(prompt), len(prompt), room)
+
+    def encode(self, text: str, *, add_bos: bool | None, encode_special_tokens: bool) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, tokens: list[int], *, decode_special_tokens: bool) -> str:
+        return "".join(map(chr, tokens))
+
+    def broken(self) -> bool:
+        return False
+
+    async def unload(self) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    script_path = Path(sys.argv[1])
+    worker.run(lambda directory, settings: ScriptedContainer(script_path, directory, settings))

