@@ -98,8 +98,8 @@ class Generation:
 class EngineClient:
     """One engine process and the model in it.
 
-    Life: `prepare()` -> `load()` -> any number of `generate()`, `encode()`, `decode()` -> `close()`. When the process dies
-    on its own, the requests in flight get `EngineFailed`, the process is started again and loads the same model;
+    Life: `prepare()` -> `load()` -> any number of `generate()`, `encode()`, `decode()` -> `close()`. When the process
+    dies on its own, the requests in flight get `EngineFailed`, the process is started again and loads the same model;
     requests that come meanwhile wait for it.
 
     Attributes:
@@ -325,7 +325,9 @@ class EngineClient:
     def _dispatch(self, message: FromEngine) -> None:
         match message:
             case messages.Produced(id=request_id, event=event):
-                generation = self._forget(request_id) if isinstance(event, Finish) else self._generations.get(request_id)
+                generation = (
+                    self._forget(request_id) if isinstance(event, Finish) else self._generations.get(request_id)
+                )
                 if generation is not None:  # else: cancelled here, and the engine does not know yet
                     generation._receive(message)
             case messages.Accepted(id=request_id):

@@ -22,7 +22,7 @@ from loguru import logger
 from backends import messages
 from backends.messages import FromEngine, LoadProgress, ModelInfo, ToEngine
 from common.config_models import LoadSettings
-from common.errors import EngineFailed, ModelLoadFailed, ServerError
+from common.errors import EngineFailed, ErrorRecord, ModelLoadFailed, ServerError
 from common.generation import Event, GenerationRequest
 
 LOG_LEVEL_VARIABLE = "TABBY_LOG_LEVEL"
@@ -202,7 +202,7 @@ class Worker:
         return bytes(parts)
 
 
-def _record(error: Exception) -> messages.ErrorRecord:
+def _record(error: Exception) -> ErrorRecord:
     if isinstance(error, ServerError):
         return error.to_record()
     logger.opt(exception=error).error("A request failed in the engine")

@@ -140,6 +140,8 @@ Origins: TypeAlias = Annotated[
 LogLevel: TypeAlias = Annotated[
     Literal["TRACE", "DEBUG", "INFO", "SUCCESS", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_upper)
 ]
+# TabbyAPI's sample writes `reasoning: false` out, which must not switch detection off: false is unset.
+TrueOrUnset: TypeAlias = Annotated[bool | None, AfterValidator(lambda value: value or None)]
 ReasoningMode: TypeAlias = Annotated[Literal["auto", "on", "off"], BeforeValidator(_parse_mode)]
 
 
@@ -300,7 +302,7 @@ class ModelParameters(Section):
     reasoning_mode: Annotated[ReasoningMode, PLANNED] = "auto"
     """Whether thoughts are told apart from the answer. auto: where the model's chat template has them."""
 
-    reasoning: Annotated[bool, PLANNED] = False
+    reasoning: Annotated[TrueOrUnset, PLANNED] = None
     """true is the same as reasoning_mode: on. false counts as unset, since TabbyAPI's sample writes it out; to turn
     detection off set reasoning_mode: off."""
 

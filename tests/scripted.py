@@ -17,9 +17,7 @@ from tests.scripted_worker import Script
 
 
 def load_settings(**model: object) -> LoadSettings:
-    return LoadSettings(
-        model=ModelConfig.model_validate(model), draft_model=DraftModelConfig(), memory=MemoryConfig()
-    )
+    return LoadSettings(model=ModelConfig.model_validate(model), draft_model=DraftModelConfig(), memory=MemoryConfig())
 
 
 def ask(prompt: str = "hi", max_tokens: int = 0) -> GenerationRequest:

@@ -92,9 +92,7 @@ class ScriptedJob:
         yield Finish(
             reason="length" if length else play.finish,
             eos_reason="max_new_tokens" if length else "stop_token",
-            usage=Usage(
-                prompt_tokens=self.prompt_tokens, completion_tokens=produced, cached_tokens=play.cached_tokens
-            ),
+            usage=Usage(prompt_tokens=self.prompt_tokens, completion_tokens=produced, cached_tokens=play.cached_tokens),
         )
 
     async def cancel(self) -> None:

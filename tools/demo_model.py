@@ -83,11 +83,12 @@ def write_model(gguf: Path, folder: Path) -> None:
     """Writes the Llama-type model in `gguf` into `folder`, which exists."""
     reader = GGUFReader(gguf)
     save_file(read_weights(reader), folder / "model.safetensors", metadata={"format": "pt"})
-    build_tokenizer(reader).save(str(folder / "tokenizer.json"))
+    tokenizer = build_tokenizer(reader)
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(metadata(reader, "tokenizer.chat_template"), encoding="utf-8")
     write_json(folder / "config.json", model_config(reader))
     write_json(folder / "generation_config.json", token_ids(reader))
-    write_json(folder / "tokenizer_config.json", tokenizer_config(reader))
+    write_json(folder / "tokenizer_config.json", tokenizer_config(reader, tokenizer))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -175,15 +176,15 @@ def build_tokenizer(reader: GGUFReader) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_config(reader: GGUFReader) -> dict[str, Any]:
-    tokens: list[str] = metadata(reader, "tokenizer.ggml.tokens")
+def tokenizer_config(reader: GGUFReader, tokenizer: Tokenizer) -> dict[str, Any]:
+    ids = token_ids(reader)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": metadata(reader, "tokenizer.ggml.add_bos_token"),
-        "bos_token": tokens[metadata(reader, "tokenizer.ggml.bos_token_id")],
-        "eos_token": tokens[metadata(reader, "tokenizer.ggml.eos_token_id")],
-        "pad_token": tokens[metadata(reader, "tokenizer.ggml.padding_token_id")],
-        "unk_token": tokens[metadata(reader, "tokenizer.ggml.unknown_token_id")],
+        "bos_token": tokenizer.id_to_token(ids["bos_token_id"]),
+        "eos_token": tokenizer.id_to_token(ids["eos_token_id"]),
+        "pad_token": tokenizer.id_to_token(ids["pad_token_id"]),
+        "unk_token": tokenizer.id_to_token(metadata(reader, "tokenizer.ggml.unknown_token_id")),
         "clean_up_tokenization_spaces": False,
         "model_max_length": metadata(reader, "llama.context_length"),
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 from backends.messages import CheckpointInfo
@@ -50,7 +51,6 @@ def advise(
     chunk_size: int,
     cache_size: int,
     default_interval: int,
-    default_interval_pp: int = DEFAULT_INTERVAL_PP,
 ) -> list[str]:
     """Sentences for the log about settings that are valid but will not do what they seem to.
 
@@ -59,44 +59,38 @@ def advise(
         chunk_size: prefill chunk in tokens.
         cache_size: key/value cache in tokens.
         default_interval: the model's default for the first interval.
-        default_interval_pp: the engine's default for the second.
     """
-    chosen = intervals.engine_arguments()
-    if not chosen:
-        return []
-    if not recurrent:
-        verb = "has" if len(chosen) == 1 else "have"
-        return [f"{' and '.join(chosen)} {verb} no effect: this model has no recurrent layers."]
+    arguments = intervals.engine_arguments()
+    if arguments and not recurrent:
+        verb = "has" if len(arguments) == 1 else "have"
+        return [f"{' and '.join(arguments)} {verb} no effect: this model has no recurrent layers."]
 
+    chosen: dict[int, list[str]] = {}  # value -> the keys that have it
+    for key, value in arguments.items():
+        chosen.setdefault(value, []).append(key)
     advice = []
-    for key, value in chosen.items():
+    for value, keys in chosen.items():
+        setting = f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} {value}"
         distance = _prompt_distance(value, chunk_size)
         if distance != value:
             advice.append(
-                f"{key} is {value}, but a prompt gets checkpoints only where a prefill chunk ends: with chunk_size "
+                f"{setting}, but a prompt gets checkpoints only where a prefill chunk ends: with chunk_size "
                 f"{chunk_size} they are {distance} tokens apart. Set chunk_size to {_exact_chunk(value, chunk_size)} "
                 f"for checkpoints every {value} tokens."
             )
-    if intervals.interval_pp is not None and intervals.interval is None:
-        rest = _prompt_distance(intervals.interval_pp, chunk_size)
-        tail = _prompt_distance(default_interval, chunk_size)
-        if tail > rest:
-            advice.append(
-                f"{INTERVAL_PP_KEY} is {intervals.interval_pp}, but {INTERVAL_KEY} is left at {default_interval}, which "
-                f"applies to the last {2 * chunk_size} tokens of a prompt: checkpoints are missing there. Set both."
-            )
-    for key, value in chosen.items():
         if value >= cache_size:
             advice.append(
-                f"{key} is {value}, and the cache holds {cache_size} tokens: no prompt gets that far. "
-                f"Set it below cache_size."
+                f"{setting}, and the cache holds {cache_size} tokens: no prompt gets that far. "
+                "Use less than cache_size."
             )
-    # What is left unset is known to the engine only, except for its effect on the prompt.
-    if intervals.interval is not None and intervals.interval_pp is None and intervals.interval < default_interval_pp:
-        advice.append(
-            f"{INTERVAL_KEY} is {intervals.interval}, but {INTERVAL_PP_KEY} is left at {default_interval_pp}: an edit "
-            f"before the last {2 * chunk_size} tokens of a prompt still costs most of it. Set both."
-        )
+    if intervals.interval_pp is not None and intervals.interval is None:
+        rest = _prompt_distance(intervals.interval_pp, chunk_size)
+        if _prompt_distance(default_interval, chunk_size) > rest:
+            advice.append(
+                f"{INTERVAL_PP_KEY} is {intervals.interval_pp}, but {INTERVAL_KEY} is left at {default_interval}, "
+                f"which applies to the last {2 * chunk_size} tokens of a prompt: checkpoints are missing there. "
+                "Set both."
+            )
     return advice
 
 
@@ -167,7 +161,7 @@ class CheckpointPlan:
     def worst_overhead(self) -> int:
         """The most unchanged tokens that one edit has prefilled again: those between the edit and the mark below it."""
         bounds = (0, *self.kept, self.prompt_tokens)
-        return max(upper - lower for lower, upper in zip(bounds, bounds[1:], strict=False)) - 1
+        return max(upper - lower for lower, upper in pairwise(bounds)) - 1
 
 
 def plan(
@@ -289,16 +283,16 @@ def checkpoint_info(generator: EngineGenerator) -> CheckpointInfo | None:
 def describe(generator: EngineGenerator) -> str:
     """The line for the log about the intervals in force, read back from the generator."""
     return (
-        f"Using recurrent checkpoint intervals: {generator.recurrent_checkpoint_interval} tokens in generated text and at "
-        f"the end of a prompt, {generator.recurrent_checkpoint_interval_pp} tokens in the rest of a prompt."
+        f"Using recurrent checkpoint intervals: {generator.recurrent_checkpoint_interval} tokens in generated text and "
+        f"at the end of a prompt, {generator.recurrent_checkpoint_interval_pp} tokens in the rest of a prompt."
     )
 
 
 def _checkpoint_bytes(generator: EngineGenerator) -> int:
     """Host RAM of one checkpoint: the state of one sequence, of the model and its drafter together.
 
-    The engine adds up the same layers when it makes a checkpoint (`PairedState.checkpoint_size`), of which there is none
-    yet after loading.
+    The engine adds up the same layers when it makes a checkpoint (`PairedState.checkpoint_size`); right after loading
+    there is none to ask.
     """
     caches = [generator.cache] if generator.target_recurrent else []
     if generator.draft_recurrent and generator.draft_cache is not None:

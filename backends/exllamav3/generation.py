@@ -148,7 +148,9 @@ def check_token_ids(tokens: list[int], tokenizer: Tokenizer, param: str) -> None
     size: int = tokenizer.actual_vocab_size
     for token in tokens:
         if not 0 <= token < size:
-            raise InvalidRequest(f"{param} holds token id {token}; ids of this model go from 0 to {size - 1}.", param=param)
+            raise InvalidRequest(
+                f"{param} holds token id {token}; ids of this model go from 0 to {size - 1}.", param=param
+            )
 
 
 def _id_list(ids: Tensor | None) -> list[int]:

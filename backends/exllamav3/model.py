@@ -77,8 +77,8 @@ class Draft:
 class ExllamaV3Container:
     """One model from checked settings to generated tokens; the `Container` of `backends.worker`.
 
-    Life: `create()` -> `load()` -> `create_generator()` -> `start()`, `encode()`, `decode()` -> `unload()`. All from one
-    thread; the last ones inside one event loop.
+    Life: `create()` -> `load()` -> `create_generator()` -> `start()`, `encode()`, `decode()` -> `unload()`, all from
+    one thread and, from `create_generator()` on, inside one event loop.
 
     Attributes:
         generator: the engine's, after `create_generator()`.
@@ -183,7 +183,9 @@ class ExllamaV3Container:
         default_batch = DEFAULT_MAX_BATCH_SIZE_RECURRENT if self.recurrent else DEFAULT_MAX_BATCH_SIZE
         chunk_size = model.chunk_size or 2048
         if chunk_size % PAGE_SIZE:
-            self.warnings.append(f"chunk_size {chunk_size} is rounded up to {_round_up(chunk_size)}, a multiple of 256.")
+            self.warnings.append(
+                f"chunk_size {chunk_size} is rounded up to {_round_up(chunk_size)}, a multiple of 256."
+            )
         return Dimensions(
             max_seq_len=max_seq_len,
             cache_size=cache_size,
@@ -197,7 +199,7 @@ class ExllamaV3Container:
         if mode == "ngram":
             if settings.ngram_match_min is not None and settings.ngram_match_min < 1:
                 raise InvalidRequest(
-                    f"draft_model.ngram_match_min is {settings.ngram_match_min}; it must be at least 1 for draft_mode ngram.",
+                    f"draft_model.ngram_match_min is {settings.ngram_match_min}; draft_mode ngram needs at least 1.",
                     param="draft_model.ngram_match_min",
                 )
             tokens = settings.draft_num_tokens or DEFAULT_DRAFT_TOKENS
@@ -333,7 +335,9 @@ class ExllamaV3Container:
             max_seq_len=self.dimensions.max_seq_len,
             cache_capacity=self.dimensions.cache_size - engine.max_draft_tokens,
             max_rq_tokens=self.dimensions.chunk_size if self.settings.model.output_chunking is not False else None,
-            allocation_boundary=engine.recurrent_checkpoint_interval if engine.recurrent_cache is not None else PAGE_SIZE,
+            allocation_boundary=engine.recurrent_checkpoint_interval
+            if engine.recurrent_cache is not None
+            else PAGE_SIZE,
         )
 
     def encode(self, text: str, *, add_bos: bool | None, encode_special_tokens: bool) -> list[int]:
@@ -360,7 +364,7 @@ def _read_config(directory: Path) -> Config:
 
 
 def _adds_bos(directory: Path) -> bool:
-    """`add_bos_token` of tokenizer_config.json; true where it is not said, as transformers' Llama tokenizers have it."""
+    """`add_bos_token` of tokenizer_config.json; true where it is not said, as for transformers' Llama."""
     path = directory / "tokenizer_config.json"
     if not path.is_file():
         return True

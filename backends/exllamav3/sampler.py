@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from backends.exllamav3.engine import (
+    SS_DRY,
+    SS_XTC,
     CustomSampler,
     SS_AdaptiveP,
     SS_Argmax,
     SS_BanTokens,
     SS_Base,
-    SS_DRY,
     SS_LogitBias,
     SS_MinP,
     SS_PresFreqP,
@@ -17,7 +18,6 @@ from backends.exllamav3.engine import (
     SS_Temperature,
     SS_TopK,
     SS_TopP,
-    SS_XTC,
     Tokenizer,
     dry_sequence_breaker_tokens,
 )
@@ -34,7 +34,9 @@ def build_sampler(parameters: SamplingParameters, tokenizer: Tokenizer, eos_toke
     """
     p = parameters
     penalty_range = WHOLE_CONTEXT if p.penalty_range < 0 else p.penalty_range
-    breakers = dry_sequence_breaker_tokens(tokenizer, tuple(p.dry_sequence_breakers)) if p.dry_sequence_breakers else None
+    breakers = (
+        dry_sequence_breaker_tokens(tokenizer, tuple(p.dry_sequence_breakers)) if p.dry_sequence_breakers else None
+    )
     penalties: list[SS_Base] = [
         SS_LogitBias(p.logit_bias),
         SS_RepP(p.repetition_penalty, penalty_range, p.repetition_decay),

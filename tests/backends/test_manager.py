@@ -124,9 +124,8 @@ async def test_skip_queue_cancels_what_runs(scripted: ScriptedEngine) -> None:
 
 async def test_a_load_goes_on_when_nobody_watches(scripted: ScriptedEngine) -> None:
     async with managing(scripted, Script(models={"alpha": ModelScript(load_seconds=0.3)})) as manager:
-        stream = manager.load(manager.resolve("alpha"), load_settings())
-        await anext(stream)
-        await stream.aclose()
+        async for _ in manager.load(manager.resolve("alpha"), load_settings()):
+            break
         while manager.state == "loading":
             await asyncio.sleep(0.02)
         assert manager.state == "ready"

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from loguru import logger
+from pydantic import BaseModel, model_validator
+
 from common.config_models import DraftModelParameters, ModelParameters
+from common.settings_catalog import unknown_keys
+
+
+def _warn_of_unknown_keys(model: type[BaseModel], name: str, values: Any) -> None:
+    if isinstance(values, dict):
+        for warning in unknown_keys(name, map(str, values), model.model_fields, "a load request"):
+            logger.warning("{}", warning)
 
 
 class DraftModelLoadRequest(DraftModelParameters):
     """The `draft_model` object of a load request."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _warn(cls, values: Any) -> Any:
+        _warn_of_unknown_keys(cls, "draft_model", values)
+        return values
+
 
 class ModelLoadRequest(ModelParameters):
     """Body of `POST /v1/model/load`: every per-model setting, with the limits that it has in config.yml.
 
-    Only the fields that a request gives count; the rest comes from `use_as_default` and the model's tabby_config.yml, so
-    the defaults shown here are those of a server that has neither.
+    Only the fields that a request gives count; the rest comes from `use_as_default` and the model's tabby_config.yml,
+    so the defaults shown here are those of a server that has neither.
     """
 
     model_name: str
@@ -26,6 +42,12 @@ class ModelLoadRequest(ModelParameters):
 
     draft_model: DraftModelLoadRequest | None = None
     """How answers are drafted; the folder is taken from the server's draft_model_dir."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _warn(cls, values: Any) -> Any:
+        _warn_of_unknown_keys(cls, "model", values)
+        return values
 
     def parameters(self) -> dict[str, Any]:
         """The settings that the request gives, `draft_model` nested among them."""

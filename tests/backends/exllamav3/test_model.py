@@ -139,7 +139,9 @@ async def test_the_generator_takes_no_argument_it_does_not_know(
     """The engine swallows a misspelled keyword without a word."""
     import inspect
 
-    async with loaded(tiny_hybrid, recurrent_checkpoint_interval=1024, recurrent_checkpoint_interval_pp=1024) as container:
+    async with loaded(
+        tiny_hybrid, recurrent_checkpoint_interval=1024, recurrent_checkpoint_interval_pp=1024
+    ) as container:
         known = set(inspect.signature(type(container.generator.generator).__init__).parameters)  # type: ignore[union-attr]
         assert set(generator_calls[0]) <= known - {"kwargs"}
 

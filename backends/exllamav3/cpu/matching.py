@@ -1,0 +1,55 @@
+"""Comparing tokens with tokens, and text with stop and banned strings."""
+
+from __future__ import annotations
+
+from collections.abc import Buffer
+
+from torch import Tensor
+
+__all__ = ["count_match_tensor", "partial_strings_match"]
+
+NO_MATCH = -1
+PARTIAL_MATCH = -2
+
+
+def count_match_tensor(a: Tensor, b: Tensor, max_a: int) -> int:
+    """How many leading tokens are the same, looking at no more than `max_a`."""
+    limit = min(max_a, b.shape[1], a.numel())
+    differences = (a.view(-1)[:limit] != b.view(-1)[:limit]).nonzero()
+    return int(differences[0]) if len(differences) else max(limit, 0)
+
+
+def partial_strings_match(match: Buffer, offsets: Buffer, strings: Buffer) -> int:
+    """Where the first of several strings occurs in a text.
+
+    Args:
+        match: the text, as UTF-32 code units.
+        offsets: uint32 byte offsets into `strings`, one more than there are strings.
+        strings: the strings, as UTF-32 code units.
+
+    Returns:
+        The index of the earliest full match; -2 where a string that may still complete beyond the end of the text begins
+        before any full match; -1 otherwise.
+    """
+    text, bounds, units = _words(match), _words(offsets), _words(strings)
+    none = len(text) + 1
+    full = partial = none
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        string = units[begin // 4 : end // 4]
+        if not string:
+            continue
+        for start in range(min(len(text), full, partial)):
+            overlap = min(len(string), len(text) - start)
+            if text[start : start + overlap] == string[:overlap]:
+                if overlap == len(string):
+                    full = start
+                else:
+                    partial = start
+                break
+    if partial < full:
+        return PARTIAL_MATCH
+    return full if full < none else NO_MATCH
+
+
+def _words(buffer: Buffer) -> list[int]:
+    return memoryview(buffer).cast("B").cast("I").tolist()

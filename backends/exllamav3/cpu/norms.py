@@ -1,0 +1,91 @@
+"""RMS norms and the soft cap of logits. All arithmetic is fp32."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["BC_GatedRMSNorm", "gated_rms_norm", "rms_norm", "rms_norm_res_in", "softcap"]
+
+SIGMOID_GATE = 1  # of `gate_act`; 0 is SiLU
+
+
+class BC_GatedRMSNorm:
+    """What the engine would hand to its compiled blocks, of which there are none here."""
+
+    def __init__(self, *arguments: object) -> None:
+        pass
+
+
+def rms_norm(
+    x: Tensor,
+    w: Tensor | None,
+    y: Tensor,
+    epsilon: float,
+    constant_bias: float,
+    constant_scale: float,
+    span_heads: bool,
+    add_residual: bool,
+    w_groups: int = 1,
+) -> None:
+    """y = x / rms(x) * scale * (w + bias), over the last dimension; plus y with `add_residual`.
+
+    Args:
+        span_heads: normalise over heads and head dimension together.
+        w_groups: rows of the weight; row i of x, counted over all other dimensions, takes weight row i % w_groups.
+    """
+    if span_heads:
+        x, y = x.flatten(-2), y.flatten(-2)
+    result = _normalised(x.float(), epsilon) * constant_scale
+    if w is not None:
+        result = _weighted(result, w, constant_bias, w_groups)
+    if add_residual:
+        result = result + y.float()
+    y.copy_(result)
+
+
+def rms_norm_res_in(
+    x: Tensor, w: Tensor | None, y: Tensor, r: Tensor, epsilon: float, constant_bias: float, constant_scale: float
+) -> None:
+    """r += x, rounded to r's dtype; then y = norm(r)."""
+    r.copy_(x.float() + r.float())
+    rms_norm(r, w, y, epsilon, constant_bias, constant_scale, span_heads=False, add_residual=False)
+
+
+def gated_rms_norm(
+    x: Tensor,
+    w: Tensor,
+    y: Tensor,
+    g: Tensor,
+    epsilon: float,
+    constant_bias: float,
+    w_groups: int = 1,
+    gate_first: bool = False,
+    gate_act: int = 0,
+) -> None:
+    """y = norm(x) * (w + bias) * act(g), or norm(x * act(g)) * (w + bias) with `gate_first`."""
+    gate = g.float().view(x.shape)
+    gate = torch.sigmoid(gate) if gate_act == SIGMOID_GATE else F.silu(gate)
+    value = x.float() * gate if gate_first else x.float()
+    if w_groups > 1:
+        value = value.view(-1, w.numel() // w_groups)
+    value = _weighted(_normalised(value, epsilon), w, constant_bias, w_groups).view(x.shape)
+    y.copy_(value if gate_first else value * gate)
+
+
+def softcap(x: Tensor, y: Tensor, scale: float) -> None:
+    y.copy_(torch.tanh(x.float() / scale) * scale)
+
+
+def _normalised(x: Tensor, epsilon: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), eps=epsilon)
+
+
+def _weighted(x: Tensor, w: Tensor, constant_bias: float, w_groups: int) -> Tensor:
+    weight = w.float()
+    if constant_bias != 0.0:
+        weight = weight + constant_bias
+    if w_groups == 1:
+        return x * weight
+    return (x.view(-1, w_groups, x.shape[-1]) * weight.view(w_groups, -1)).view(x.shape)

@@ -1,0 +1,83 @@
+"""The paged key/value cache: writing rows, moving pages, staging a decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["cache_rotate", "generator_stage_decode", "paged_kv_cache_update"]
+
+
+def append_rows(cache: Tensor, pages: Tensor, past: int, rows: Tensor) -> None:
+    """Write rows (n, heads, dim) behind the first `past` of a sequence; cache is (pages, page size, heads, dim)."""
+    page_size = cache.shape[1]
+    done = 0
+    while done < rows.shape[0]:
+        page, offset = divmod(past + done, page_size)
+        count = min(rows.shape[0] - done, page_size - offset)
+        cache[int(pages[page]), offset : offset + count] = rows[done : done + count].to(cache.dtype)
+        done += count
+
+
+def gather_rows(cache: Tensor, pages: Tensor, count: int) -> Tensor:
+    """The first `count` rows of a sequence: a view where its pages lie one after the other, else a copy."""
+    pages = pages[: -(-count // cache.shape[1])]
+    first = int(pages[0]) if len(pages) else 0
+    if torch.equal(pages, torch.arange(first, first + len(pages), dtype=pages.dtype)):
+        taken = cache[first : first + len(pages)]
+    else:
+        taken = cache[pages.long()]
+    return taken.reshape(-1, *cache.shape[2:])[:count]
+
+
+def paged_kv_cache_update(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor
+) -> None:
+    """Append k and v, (batch, n, heads, dim), to each sequence's pages."""
+    for row, past in enumerate(cache_seqlens.tolist()):
+        append_rows(k_cache, block_table[row], past, k[row])
+        append_rows(v_cache, block_table[row], past, v[row])
+
+
+def cache_rotate(cache: Tensor, order: Tensor, temp: Tensor) -> None:
+    """Copy pages in the given order of (to, from) pairs, where -1 stands for `temp`."""
+    spare = temp.view_as(cache[0])
+    moves = order.tolist()
+    for to, source in zip(moves[0::2], moves[1::2], strict=True):
+        (cache[to] if to >= 0 else spare).copy_(cache[source] if source >= 0 else spare)
+
+
+def generator_stage_decode(
+    arena: Tensor,
+    width: int,
+    seq_block_index: Sequence[Tensor],
+    kv_position: Sequence[int],
+    rope_offset: Sequence[int],
+    batch_ids: Tensor | None,
+    seq_ids: Sequence[Tensor],
+    page_seq: Sequence[Tensor],
+    page_offset: Sequence[int],
+) -> None:
+    """Fill the int32 arena of one step, and fetch each row's next input token.
+
+    The arena holds the block table (batch rows of `width`, padded with 0), then the cache lengths, then with `rope_offset`
+    the positions. With `seq_ids`, the token at each row's position goes to `batch_ids` and is noted in the row's page.
+    """
+    batch = len(seq_block_index)
+    table = arena[: batch * width].view(batch, width)
+    table.zero_()
+    for row, pages in enumerate(seq_block_index):
+        taken = pages.view(-1)[:width]
+        table[row, : taken.numel()] = taken
+    tail = [*kv_position, *(position + offset for position, offset in zip(kv_position, rope_offset, strict=False))]
+    arena[batch * width : batch * width + len(tail)] = torch.tensor(tail, dtype=arena.dtype)
+
+    if not seq_ids:
+        return
+    assert batch_ids is not None
+    for row, (ids, page, offset) in enumerate(zip(seq_ids, page_seq, page_offset, strict=True)):
+        token = ids.view(-1)[kv_position[row]]
+        batch_ids[row, 0] = token
+        page.view(-1)[offset] = token

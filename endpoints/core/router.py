@@ -1,0 +1,228 @@
+"""TabbyAPI's own routes: models, tokens, sampler overrides, and how the server is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+
+from backends.client import EngineClient
+from backends.manager import ModelManager
+from backends.messages import LoadProgress
+from common.config_models import LoadSettings
+from common.errors import InvalidRequest, ModelNotFound, ModelNotLoaded
+from common.tabby_config import merge_load_settings
+from common.templating import find_template
+from endpoints.core.types.model import ModelLoadRequest
+from endpoints.core.types.model_card import LoadProgressEvent, ModelCard, ModelList, model_parameters
+from endpoints.core.types.server import (
+    GenerationDefaults,
+    Health,
+    PermissionAnswer,
+    Props,
+    Readiness,
+    SamplerOverrides,
+    SamplerOverrideSwitch,
+    Service,
+    ServiceApi,
+    ServiceInfo,
+)
+from endpoints.core.types.token import (
+    TokenDecodeRequest,
+    TokenDecodeResponse,
+    TokenEncodeRequest,
+    TokenEncodeResponse,
+)
+from endpoints.errors import core_error
+from endpoints.OAI.utils.prompt import encode_messages
+from endpoints.routing import ADMIN, API, OPEN, CoreRoute
+from endpoints.state import ServerState, State
+from endpoints.streaming import EventStream, start_early
+
+router = APIRouter(route_class=CoreRoute)
+v1 = APIRouter(prefix="/v1", route_class=CoreRoute)
+
+
+# --- the server ---------------------------------------------------------------------------------------------------
+
+
+@router.get("/health", openapi_extra=OPEN)
+async def health() -> Health:
+    """The server answers. Whether a model does says /ready."""
+    return Health()
+
+
+@router.get("/ready", openapi_extra=OPEN)
+async def ready(state: State) -> Readiness:
+    """A model answers; else 503 with the reason."""
+    client = state.manager.require()
+    if client.state != "ready":
+        reason = f" ({client.failure})" if client.failure else ""
+        raise ModelNotLoaded(f"The engine of {client.name} is {client.state}{reason}.")
+    return Readiness(model=client.name)
+
+
+@router.get("/.well-known/serviceinfo", openapi_extra=OPEN)
+async def service_info() -> ServiceInfo:
+    return ServiceInfo(software=Service(name="Waypoint"), api={"openai": ServiceApi(name="OpenAI API", relative_url="/v1")})
+
+
+@router.get("/props", openapi_extra=API)
+async def props(state: State) -> Props:
+    client = state.manager.require()
+    info = client.loaded_info()
+    template = state.template_of(client)
+    return Props(
+        total_slots=info.max_batch_size,
+        chat_template=template.source if template else "",
+        default_generation_settings=GenerationDefaults(n_ctx=info.max_seq_len),
+    )
+
+
+@v1.get("/auth/permission", openapi_extra=API)
+async def permission(request: Request) -> PermissionAnswer:
+    return PermissionAnswer(permission=request.state.permission)
+
+
+# --- models -------------------------------------------------------------------------------------------------------
+
+
+@v1.get("/models", openapi_extra=API)
+@v1.get("/model/list", openapi_extra=API)
+async def list_models(request: Request, state: State) -> ModelList:
+    """The loaded model first; for an administrator then every other model that can be loaded."""
+    return ModelList(data=[ModelCard(id=name, created=created) for name, created in _visible_models(request, state).items()])
+
+
+@v1.get("/models/{model_id:path}", openapi_extra=API)
+async def retrieve_model(model_id: str, request: Request, state: State) -> ModelCard:
+    created = _visible_models(request, state).get(model_id)
+    if created is None:
+        raise ModelNotFound(f"There is no model {model_id!r}; /v1/models lists those that you can use.", param="model")
+    return ModelCard(id=model_id, created=created)
+
+
+@v1.get("/model", openapi_extra=API)
+async def current_model(state: State) -> ModelCard:
+    """The loaded model and how it is set up."""
+    client = state.manager.require()
+    created = _created(client.directory)
+    parameters = model_parameters(client.loaded_info(), state.template_of(client), created)
+    return ModelCard(id=client.name, created=created, parameters=parameters)
+
+
+@v1.post("/model/load", openapi_extra=ADMIN, response_class=EventStream)
+async def load_model(body: ModelLoadRequest, state: State) -> Response:
+    """Load a model in place of the loaded one, which keeps answering until the new one has been checked.
+
+    The stream tells the progress. Closing the connection does not stop the load.
+    """
+    directory = state.manager.resolve(body.model_name)
+    settings = merge_load_settings(state.settings, model_directory=directory, request=body.parameters())
+    find_template(directory, settings.model.prompt_template)  # raises where there is none of that name
+    events = await start_early(_load_events(state.manager, directory, settings, skip_queue=body.skip_queue))
+    return EventStream(events, render_error=core_error, ping=state.settings.network.sse_ping_interval)
+
+
+async def _load_events(
+    manager: ModelManager, directory: Path, settings: LoadSettings, *, skip_queue: bool
+) -> AsyncIterator[str]:
+    """One event for each module, one more when a component is complete.
+
+    The last module of a component is not its end: the model is ready when the manager says so.
+    """
+    last: LoadProgress | None = None
+    async with aclosing(manager.load(directory, settings, skip_queue=skip_queue)) as load:
+        async for progress in load:
+            if last is not None and last.component != progress.component:
+                yield _load_event(last, finished=True)
+            yield _load_event(progress)
+            last = progress
+    if last is not None:
+        yield _load_event(last, finished=True)
+
+
+def _load_event(progress: LoadProgress, *, finished: bool = False) -> str:
+    return LoadProgressEvent.of(progress, finished=finished).model_dump_json()
+
+
+@v1.post("/model/unload", openapi_extra=ADMIN)
+@v1.get("/model/unload", openapi_extra=ADMIN)
+async def unload_model(state: State) -> None:
+    """End the loaded model, and the requests that it works on."""
+    state.manager.require()
+    await state.manager.unload()
+
+
+def _visible_models(request: Request, state: ServerState) -> dict[str, int]:
+    """Names and creation times of the models that the caller may know of, the loaded one first."""
+    manager = state.manager
+    visible: dict[str, int] = {}
+    if manager.current is not None:
+        visible[manager.current.name] = _created(manager.current.directory)
+    if request.state.permission == "admin":
+        for name in manager.list_models():
+            visible.setdefault(name, _created(manager.model_dir / name))
+    return visible
+
+
+def _created(directory: Path) -> int:
+    try:
+        return int((directory / "config.json").stat().st_mtime)
+    except OSError:  # the folder may have gone since; the model in memory has not
+        return 0
+
+
+# --- tokens -------------------------------------------------------------------------------------------------------
+
+
+@v1.post("/token/encode", openapi_extra=API)
+async def encode(body: TokenEncodeRequest, state: State) -> TokenEncodeResponse:
+    """Token ids of a text, or of a conversation as the chat template renders it, without a generation prompt."""
+    client = state.manager.require()
+    if isinstance(body.text, str):
+        text, add_bos = body.text, body.add_bos_token
+    else:
+        template = state.require_template(client)
+        text = encode_messages(body.text, template, client.settings.model, body.template_vars)
+        add_bos = False if template.begins_with_bos(text) else body.add_bos_token
+    tokens = await client.encode(text, add_bos=add_bos, encode_special_tokens=body.encode_special_tokens)
+    return TokenEncodeResponse(tokens=tokens, length=len(tokens))
+
+
+@v1.post("/token/decode", openapi_extra=API)
+async def decode(body: TokenDecodeRequest, state: State) -> TokenDecodeResponse:
+    client = state.manager.require()
+    text = await client.decode(body.tokens, decode_special_tokens=body.decode_special_tokens)
+    return TokenDecodeResponse(text=text)
+
+
+# --- sampler overrides --------------------------------------------------------------------------------------------
+
+
+@v1.get("/sampling/overrides", openapi_extra=API)
+@v1.get("/sampling/override/list", openapi_extra=API)
+async def list_overrides(request: Request, state: State) -> SamplerOverrides:
+    return SamplerOverrides(
+        selected_preset=state.presets.selected,
+        overrides=state.presets.overrides,
+        presets=state.presets.names() if request.state.permission == "admin" else [],
+    )
+
+
+@v1.post("/sampling/override/switch", openapi_extra=ADMIN)
+async def switch_overrides(body: SamplerOverrideSwitch, state: State) -> None:
+    """Put a preset in force, or overrides given directly."""
+    if body.preset:
+        state.presets.select(body.preset)
+    elif body.overrides:
+        state.presets.replace(body.overrides)
+    else:
+        raise InvalidRequest("Give the name of a preset, or overrides.", param="preset")
+
+
+@v1.post("/sampling/override/unload", openapi_extra=ADMIN)
+async def clear_overrides(state: State) -> None:
+    state.presets.clear()

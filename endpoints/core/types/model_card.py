@@ -1,0 +1,94 @@
+"""What the server says about models."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from backends.messages import LoadProgress, ModelComponent, ModelInfo
+from common.templating import ChatTemplate
+
+
+class ModelParameters(BaseModel):
+    """How the loaded model is set up, with the values in force."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    max_seq_len: int
+    cache_size: int
+    max_batch_size: int
+    cache_mode: str
+    chunk_size: int
+    use_vision: bool
+    rope_scale: float = 1.0
+    rope_alpha: float = 1.0
+    draft: ModelCard | None
+    draft_mode: str | None
+    prompt_template: str | None
+    prompt_template_content: str | None
+    recurrent_checkpoint_interval: int | None  # tokens; None without recurrent layers, like the next three
+    recurrent_checkpoint_interval_pp: int | None  # tokens
+    recurrent_checkpoint_bytes: int | None  # one checkpoint in host RAM
+    recurrent_checkpoint_capacity: int | None  # checkpoints that fit memory.sysmem_recurrent_cache
+    architecture: str
+    device: str
+    engine_version: str
+    warnings: list[str]
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "Waypoint"
+    parameters: ModelParameters | None = None
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+def model_parameters(info: ModelInfo, template: ChatTemplate | None, created: int) -> ModelParameters:
+    checkpoints = info.checkpoints
+    return ModelParameters(
+        max_seq_len=info.max_seq_len,
+        cache_size=info.cache_size,
+        max_batch_size=info.max_batch_size,
+        cache_mode=info.cache_mode,
+        chunk_size=info.chunk_size,
+        use_vision=info.use_vision,
+        draft=ModelCard(id=info.draft_model_name, created=created) if info.draft_model_name else None,
+        draft_mode=info.draft_mode,
+        prompt_template=template.name if template else None,
+        prompt_template_content=template.source if template else None,
+        recurrent_checkpoint_interval=checkpoints.interval if checkpoints else None,
+        recurrent_checkpoint_interval_pp=checkpoints.interval_pp if checkpoints else None,
+        recurrent_checkpoint_bytes=checkpoints.bytes if checkpoints else None,
+        recurrent_checkpoint_capacity=checkpoints.capacity if checkpoints else None,
+        architecture=info.architecture,
+        device=info.device,
+        engine_version=info.engine_version,
+        warnings=info.warnings,
+    )
+
+
+class LoadProgressEvent(BaseModel):
+    """One frame of a load's progress. The last one of a load is "finished" for the component "model"."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    model_type: ModelComponent
+    module: int
+    modules: int
+    status: Literal["processing", "finished"]
+
+    @classmethod
+    def of(cls, progress: LoadProgress, *, finished: bool = False) -> LoadProgressEvent:
+        return cls(
+            model_type=progress.component,
+            module=progress.module,
+            modules=progress.modules,
+            status="finished" if finished else "processing",
+        )

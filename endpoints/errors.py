@@ -1,0 +1,118 @@
+"""Errors as responses: whatever a route raises becomes a `ServerError`, which each API renders in its own envelope."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import NotRequired, TypeAlias, TypedDict
+
+from fastapi.exceptions import RequestValidationError
+from loguru import logger
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from common.errors import InvalidRequest, MethodNotAllowed, NotFound, ServerError
+from common.logger import request_id
+
+MAX_PROBLEMS_SHOWN = 3
+MAX_INPUT_SHOWN = 80
+
+
+class ErrorObject(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(TypedDict):
+    error: ErrorObject
+    detail: NotRequired[str]  # TabbyAPI's own routes: the message once more, where its front ends look for it
+
+
+RenderError: TypeAlias = Callable[[ServerError], ErrorBody]
+
+
+def openai_error(error: ServerError) -> ErrorBody:
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def core_error(error: ServerError) -> ErrorBody:
+    return {**openai_error(error), "detail": error.message}
+
+
+def dump_json(value: object) -> str:
+    """Compact JSON that can be encoded as UTF-8, whatever text a request brought in."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def error_response(error: ServerError, render: RenderError) -> Response:
+    headers: dict[str, str] = {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(error.retry_after)
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(dump_json(render(error)), error.status, headers, media_type="application/json")
+
+
+def to_server_error(error: Exception) -> ServerError:
+    """The error that a client is told. What nobody expected is logged here, and told without details."""
+    if isinstance(error, ServerError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _from_validation(error)
+    if isinstance(error, HTTPException):
+        return _from_http(error)
+    logger.opt(exception=error).error("A request failed for a reason that the server does not know")
+    return ServerError(f"Something went wrong in the server. Its log says more, under the request id {request_id.get()}.")
+
+
+def _from_http(error: HTTPException) -> ServerError:
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return NotFound("There is no such route. The API lives under /v1; /docs lists what there is.")
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        return MethodNotAllowed("The route does not take this HTTP method.")
+    return InvalidRequest(str(error.detail))
+
+
+def _from_validation(error: RequestValidationError) -> InvalidRequest:
+    problems: dict[str, str] = {}  # path -> what is wrong there; a union reports one path once per member
+    for item in error.errors():
+        where, *location = item["loc"]
+        if item["type"] == "json_invalid":
+            return InvalidRequest(f"The body is not valid JSON: {item['ctx']['error']} at character {location[0]}.")
+        if where == "body" and not location:
+            return InvalidRequest("The route needs a JSON object as its body, sent with Content-Type: application/json.")
+        data = error.body if where == "body" else None
+        path = ".".join(str(part) for part in _existing_path(location, data, item["type"] == "missing"))
+        problems.setdefault(path, _problem(path, item["msg"], item["type"], item.get("input")))
+    shown = list(problems.values())[:MAX_PROBLEMS_SHOWN]
+    more = len(problems) - len(shown)
+    message = "; ".join(shown) + (f"; and {more} more problems." if more else ".")
+    return InvalidRequest(message, param=next(iter(problems)))
+
+
+def _existing_path(location: list[str | int], data: object, missing: bool) -> list[str | int]:
+    """The part of a validator's location that names places in the body, without the union members it tried."""
+    path: list[str | int] = []
+    for part in location:
+        if isinstance(data, dict) and part in data:
+            data = data[part]
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        else:
+            return [*path, part] if missing or not path else path
+        path.append(part)
+    return path
+
+
+def _problem(path: str, text: str, kind: str, given: object) -> str:
+    if kind == "missing":
+        return f"{path} is missing"
+    text = text.removeprefix("Value error, ").removeprefix("Input ")
+    shown = json.dumps(given, ensure_ascii=False, default=str)
+    if len(shown) > MAX_INPUT_SHOWN:
+        shown = shown[:MAX_INPUT_SHOWN] + "…"
+    return f"{path} {text}, not {shown}"

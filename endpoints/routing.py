@@ -1,0 +1,108 @@
+"""Routes that say who may use them, and that check it before they read the body."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
+
+from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute, iter_route_contexts
+from starlette.requests import ClientDisconnect
+
+from common.auth import Permission
+from common.errors import AuthenticationFailed
+from endpoints.errors import RenderError, core_error, error_response, openai_error, to_server_error
+from endpoints.state import state_of
+
+Level: TypeAlias = Literal["none", "api", "admin"]
+Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
+
+_LEVEL: Final = "x-access-level"
+# Given to a route as its `openapi_extra`, so that the level stands in the OpenAPI document as well.
+OPEN: Final[dict[str, Any]] = {_LEVEL: "none", "security": []}
+API: Final[dict[str, Any]] = {_LEVEL: "api", "security": [{"bearer": []}, {"x-api-key": []}]}
+ADMIN: Final[dict[str, Any]] = {_LEVEL: "admin", "security": [{"bearer": []}, {"x-admin-key": []}]}
+SECURITY_SCHEMES: Final[dict[str, Any]] = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    "x-admin-key": {"type": "apiKey", "in": "header", "name": "x-admin-key"},
+}
+# What nginx logs for it; it reaches nobody.
+CLIENT_CLOSED_REQUEST = 499
+
+
+class JsonRequest(Request):
+    async def json(self) -> Any:
+        """The body. Half a surrogate pair, which JSON can express and UTF-8 cannot, becomes a question mark."""
+        value = await super().json()
+        if b"\\ud" in (await self.body()).lower():
+            return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+        return value
+
+
+class ApiRoute(APIRoute):
+    """A route with an access level and its API's error envelope. `openapi_extra` must be `OPEN`, `API` or `ADMIN`."""
+
+    render_error: ClassVar[RenderError]
+
+    def get_route_handler(self) -> Handler:
+        handle = super().get_route_handler()
+        level = level_of(self)
+        render = type(self).render_error
+
+        async def guarded(request: Request) -> Response:
+            try:
+                request.state.permission = authorise(request, level)
+                return await handle(JsonRequest(request.scope, request.receive))
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            except Exception as error:
+                return error_response(to_server_error(error), render)
+
+        return guarded
+
+
+class CoreRoute(ApiRoute):
+    render_error = staticmethod(core_error)
+
+
+class OpenAIRoute(ApiRoute):
+    render_error = staticmethod(openai_error)
+
+
+def level_of(route: APIRoute) -> Level:
+    level: Level = (route.openapi_extra or {})[_LEVEL]
+    return level
+
+
+def authorise(request: Request, level: Level) -> Permission | None:
+    """What the caller may do; None on an open route.
+
+    Raises:
+        AuthenticationFailed: not what the level asks for.
+    """
+    if level == "none":
+        return None
+    keys = state_of(request).keys
+    if keys is None:
+        return "admin"
+    permission = keys.permission(request.headers)
+    if level == "admin" and permission != "admin":
+        raise AuthenticationFailed("This route needs the admin key.")
+    return permission
+
+
+class RouteAccess(NamedTuple):
+    method: str
+    path: str
+    level: Level
+
+
+def route_table(app: FastAPI) -> list[RouteAccess]:
+    """Every route of the application and who may use it; the documentation's table is made from it."""
+    table = []
+    for context in iter_route_contexts(app.routes):
+        extra = getattr(context, "openapi_extra", None) or OPEN
+        table += [RouteAccess(method, context.path or "", extra[_LEVEL]) for method in context.methods or ()]
+    return sorted(table, key=lambda row: (row.path, row.method))

@@ -1,0 +1,204 @@
+"""Answers while they are generated: several side by side, as server-sent events, and given up with the client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from loguru import logger
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from backends.client import EngineClient, Generation
+from common.generation import Event, Finish, GenerationRequest
+from endpoints.errors import RenderError, dump_json, to_server_error
+
+T = TypeVar("T")
+
+# How long a stream's status line waits for the engine's verdict on the prompt. A refusal within it is a plain error
+# response, a later one is an error inside the stream.
+ACCEPT_SECONDS = 1.0
+# Time for streams to say why they end when the server shuts down, before they are cut.
+SHUTDOWN_GRACE_SECONDS = 5.0
+DONE = "[DONE]"
+
+
+class Answers:
+    """The answers to one request, generated side by side.
+
+    Iterate for `(index, event)` pairs in the order in which the events happen. The iteration ends when every answer has
+    finished; when one fails it raises that error. Leaving the context, or `close()`, cancels whatever still runs.
+    """
+
+    def __init__(self, client: EngineClient, requests: Sequence[GenerationRequest]) -> None:
+        self._client = client
+        self._requests = requests
+        self._generations: list[Generation] = []
+        self._events: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
+        self._opening = asyncio.create_task(self._open())
+        self._pumps: list[asyncio.Task[None]] = []
+
+    async def accepted(self, patience: float | None = None) -> bool:
+        """Wait until the engine has accepted all prompts.
+
+        Args:
+            patience: seconds to wait at most; None for as long as it takes.
+
+        Returns:
+            False when the patience ran out first.
+
+        Raises:
+            ServerError: the engine refused a prompt, or there is no engine any more.
+        """
+        done, _ = await asyncio.wait({self._opening}, timeout=patience)
+        if done:
+            self._opening.result()
+        return bool(done)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        await self.accepted()
+        self._pumps = [
+            asyncio.create_task(self._pump(index, generation)) for index, generation in enumerate(self._generations)
+        ]
+        running = len(self._pumps)
+        while running:
+            index, event = await self._events.get()
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Finish):
+                running -= 1
+                _log_finish(event)
+            yield index, event
+
+    async def close(self) -> None:
+        tasks = [self._opening, *self._pumps]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for generation in self._generations:
+            await generation.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _open(self) -> None:
+        for request in self._requests:
+            self._generations.append(await self._client.generate(request))
+        for generation in self._generations:
+            await generation.accepted()
+
+    async def _pump(self, index: int, generation: Generation) -> None:
+        try:
+            async for event in generation:
+                self._events.put_nowait((index, event))
+        except Exception as error:
+            self._events.put_nowait((index, error))
+
+
+def _log_finish(finish: Finish) -> None:
+    usage = finish.usage
+    logger.info(
+        "Generated {} tokens in {:.2f} s ({}); prompt {} tokens, {} of them cached, processed in {:.2f} s after "
+        "{:.2f} s in the queue",
+        usage.completion_tokens,
+        usage.completion_seconds,
+        finish.eos_reason or finish.reason,
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        usage.prompt_seconds,
+        usage.queue_seconds,
+    )
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away.
+
+    Raises:
+        ClientDisconnect: it has gone; nobody reads the response any more.
+    """
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            logger.info("The client has gone; its request is cancelled")
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for child in (task, watcher):
+            child.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(EventSourceResponse):
+    """Server-sent events that always end with an error or what the API calls a finish, then with `[DONE]`.
+
+    Args:
+        payloads: JSON texts, one for each event.
+        render_error: the envelope for an error that `payloads` raises.
+        ping: seconds between comments that keep the connection alive; 0 for none.
+        cleanup: called when the stream has ended, for whatever reason, even if it never began.
+    """
+
+    def __init__(
+        self,
+        payloads: AsyncIterator[str],
+        *,
+        render_error: RenderError,
+        ping: int,
+        cleanup: Callable[[], Awaitable[None]],
+    ) -> None:
+        super().__init__(
+            _frames(payloads, render_error), ping=ping, shutdown_grace_period=SHUTDOWN_GRACE_SECONDS
+        )
+        self._cleanup = cleanup
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._cleanup()
+
+
+async def _frames(payloads: AsyncIterator[str], render_error: RenderError) -> AsyncIterator[ServerSentEvent]:
+    try:
+        async for payload in payloads:
+            yield ServerSentEvent(payload)
+    except Exception as error:
+        told = to_server_error(error)
+        logger.info("The stream ends with an error: {}", told.message)
+        yield ServerSentEvent(dump_json(render_error(told)))
+    yield ServerSentEvent(DONE)
+
+
+async def stream_answers(
+    answers: Answers,
+    render: Callable[[Answers], AsyncIterator[str]],
+    *,
+    render_error: RenderError,
+    ping: int,
+) -> EventStream:
+    """A streaming response; the answers are closed when it ends.
+
+    Raises:
+        ServerError: the engine refused a prompt at once, or nearly so.
+    """
+    try:
+        await answers.accepted(ACCEPT_SECONDS)
+    except BaseException:
+        await answers.close()
+        raise
+    return EventStream(render(answers), render_error=render_error, ping=ping, cleanup=answers.close)

@@ -1,0 +1,93 @@
+"""Waypoint: `python main.py` serves; `python main.py --help` lists settings and sub-commands."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from loguru import logger
+
+from backends.manager import ModelManager
+from common.args import Arguments, parse_arguments
+from common.auth import Authenticator, KeyStore, OpenDoor
+from common.config_models import Settings
+from common.errors import ServerError, SettingsError
+from common.logger import setup_logging
+from common.tabby_config import LoadedSettings, generate_config_file, load_settings, merge_load_settings
+from endpoints.server import create_app, serve
+
+# As of programs that do not understand their command line.
+EXIT_SETTINGS = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    arguments = parse_arguments(argv)
+    try:
+        if arguments.command == "export-config":
+            generate_config_file(filename=arguments.export_path)
+            return 0
+        loaded = load_settings(arguments.options, config_file=arguments.config_file)
+        if arguments.command == "export-openapi":
+            export_openapi(loaded.settings, arguments)
+            return 0
+        setup_logging(loaded.settings.logging)
+        for warning in loaded.warnings:
+            logger.warning("{}", warning)
+        asyncio.run(run_server(loaded))
+    except SettingsError as error:
+        print(error, file=sys.stderr)
+        return EXIT_SETTINGS
+    return 0
+
+
+def export_openapi(settings: Settings, arguments: Arguments) -> None:
+    if arguments.api_servers:
+        network = settings.network.model_copy(update={"api_servers": arguments.api_servers})
+        settings = settings.model_copy(update={"network": network})
+    app = create_app(settings, ModelManager(Path(settings.model.model_dir)), OpenDoor())
+    Path(arguments.export_path).write_text(json.dumps(app.openapi(), indent=2) + "\n", encoding="utf-8")
+
+
+async def run_server(loaded: LoadedSettings) -> None:
+    """Serve until told to stop; the start-up model loads meanwhile."""
+    settings = loaded.settings
+    authenticator: Authenticator = OpenDoor() if settings.network.disable_auth else KeyStore.open()
+    if settings.network.disable_auth:
+        logger.warning("network.disable_auth is set: everybody who reaches this server is its administrator.")
+    manager = ModelManager(Path(settings.model.model_dir))
+    app = create_app(settings, manager, authenticator)
+    background = [asyncio.create_task(authenticator.watch()), asyncio.create_task(load_at_start(loaded, manager))]
+    try:
+        await serve(app, settings, manager)
+    finally:
+        for task in background:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+async def load_at_start(loaded: LoadedSettings, manager: ModelManager) -> None:
+    """Load `model.model_name`. A failure is reported, by the log and by /ready; the server goes on without a model."""
+    name = loaded.settings.model.model_name
+    if not name:
+        logger.info("No model.model_name is set; a model can be loaded with POST /v1/model/load.")
+        return
+    try:
+        directory = manager.resolve(name)
+        load = merge_load_settings(loaded.settings, model_directory=directory, command_line=loaded.command_line)
+        async for progress in manager.load(directory, load):
+            logger.debug("Loading {}: {} {}/{}", name, progress.component, progress.module, progress.modules)
+    except ServerError as error:
+        manager.load_error = error.message
+        logger.error("The model {} was not loaded: {}", name, error.message)
+    else:
+        logger.success("The model {} is ready.", name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
