@@ -13,7 +13,7 @@ from loguru import logger
 
 from backends.manager import ModelManager
 from common.args import Arguments, parse_arguments
-from common.auth import Authenticator, KeyStore, OpenDoor
+from common.auth import KeyStore
 from common.config_models import Settings
 from common.errors import ServerError, SettingsError
 from common.logger import setup_logging
@@ -49,19 +49,21 @@ def export_openapi(settings: Settings, arguments: Arguments) -> None:
     if arguments.api_servers:
         network = settings.network.model_copy(update={"api_servers": arguments.api_servers})
         settings = settings.model_copy(update={"network": network})
-    app = create_app(settings, ModelManager(Path(settings.model.model_dir)), OpenDoor())
+    app = create_app(settings, ModelManager(Path(settings.model.model_dir)), keys=None)
     Path(arguments.export_path).write_text(json.dumps(app.openapi(), indent=2) + "\n", encoding="utf-8")
 
 
 async def run_server(loaded: LoadedSettings) -> None:
     """Serve until told to stop; the start-up model loads meanwhile."""
     settings = loaded.settings
-    authenticator: Authenticator = OpenDoor() if settings.network.disable_auth else KeyStore.open()
-    if settings.network.disable_auth:
+    keys = None if settings.network.disable_auth else KeyStore.open()
+    if keys is None:
         logger.warning("network.disable_auth is set: everybody who reaches this server is its administrator.")
     manager = ModelManager(Path(settings.model.model_dir))
-    app = create_app(settings, manager, authenticator)
-    background = [asyncio.create_task(authenticator.watch()), asyncio.create_task(load_at_start(loaded, manager))]
+    app = create_app(settings, manager, keys)
+    background = [asyncio.create_task(load_at_start(loaded, manager))]
+    if keys is not None:
+        background.append(asyncio.create_task(keys.watch()))
     try:
         await serve(app, settings, manager)
     finally:

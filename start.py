@@ -171,7 +171,7 @@ def announce(installation: Installation) -> None:
         say(f"Setting up {VENV} for the CPU; this takes minutes.")
         if sys.platform == "linux" and not index:
             say(
-                "PyPI's torch for Linux comes with CUDA (gigabytes). --torch-index-url and PyTorch's CPU index avoid that."
+                "PyPI's torch for Linux comes with CUDA, gigabytes; --torch-index-url and PyTorch's CPU index avoid it."
             )
         return
     say(f"Setting up {VENV} for the GPU; this takes minutes. --cpu sets it up for the CPU instead.")
@@ -183,9 +183,7 @@ def announce(installation: Installation) -> None:
         return
     say("exllamav3 comes from PyPI; its CUDA extension is compiled here, once.")
     if not (shutil.which("nvcc") or os.environ.get("CUDA_HOME")):
-        say(
-            "WARNING: that needs the CUDA toolkit, and there is neither nvcc on PATH nor CUDA_HOME. Install the toolkit,"
-        )
+        say("WARNING: that needs the CUDA toolkit, and neither nvcc is on PATH nor CUDA_HOME set. Install the toolkit,")
         say("or give --exllamav3-wheel one of the prebuilt wheels on exllamav3's release page.")
 
 

@@ -204,7 +204,12 @@ class EngineClient:
         generation = Generation(self, request_id)
         self._generations[request_id] = generation
         self._idle.clear()
-        await self._send(messages.Generate(id=request_id, request=request))
+        try:
+            await self._send(messages.Generate(id=request_id, request=request))
+        except BaseException:  # the caller was cancelled: nobody will read what the engine may have been told to write
+            self._forget(request_id)
+            self._write(messages.Cancel(id=request_id))
+            raise
         return generation
 
     async def encode(self, text: str, *, add_bos: bool | None = None, encode_special_tokens: bool = True) -> list[int]:
@@ -272,13 +277,17 @@ class EngineClient:
         self._watcher = asyncio.create_task(self._watch(process))
 
     async def _send(self, message: ToEngine) -> None:
-        process = self._process
-        if process is None or process.stdin is None:
-            return
-        # A process that has just died is noticed, and its requests failed, by the watcher.
-        with contextlib.suppress(ConnectionError):
-            process.stdin.write(messages.frame(message))
-            await process.stdin.drain()
+        pipe = self._write(message)
+        if pipe is not None:
+            # A process that has just died is noticed, and its requests failed, by the watcher.
+            with contextlib.suppress(ConnectionError):
+                await pipe.drain()
+
+    def _write(self, message: ToEngine) -> asyncio.StreamWriter | None:
+        pipe = self._process.stdin if self._process is not None else None
+        if pipe is not None:
+            pipe.write(messages.frame(message))
+        return pipe
 
     async def _load_event(self) -> FromEngine:
         event = await self._load_events.get()

@@ -25,8 +25,6 @@ from common.config_models import LoadSettings
 from common.errors import EngineFailed, ErrorRecord, ModelLoadFailed, ServerError
 from common.generation import Event, GenerationRequest
 
-LOG_LEVEL_VARIABLE = "TABBY_LOG_LEVEL"
-
 
 class Job(Protocol):
     """One request that the engine has taken."""
@@ -89,7 +87,7 @@ class Worker:
         logger.remove()
         logger.add(
             lambda entry: self._send(messages.Log(level=entry.record["level"].name, message=str(entry).rstrip())),
-            level=os.environ.get(LOG_LEVEL_VARIABLE, "INFO").upper(),
+            level="DEBUG",  # the server keeps what its own settings ask for
             format="{message}",
         )
         try:
@@ -221,12 +219,12 @@ def run(create: CreateContainer) -> None:
     asyncio.run(Worker(create, incoming, outgoing).run())
 
 
-def main() -> None:
-    # Imported here: another process that reuses `run` shall not need the engine.
+def create_container(directory: Path, settings: LoadSettings) -> Container:
+    # Imported here: the import takes seconds and logs, and a process that only reuses `run` shall not need the engine.
     from backends.exllamav3.model import ExllamaV3Container
 
-    run(ExllamaV3Container.create)
+    return ExllamaV3Container.create(directory, settings)
 
 
 if __name__ == "__main__":
-    main()
+    run(create_container)

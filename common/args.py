@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from common.settings_catalog import CATALOG, SECTIONS, all_settings, did_you_mean
+from common.settings_catalog import ALL_SETTINGS, CATALOG, SECTIONS, did_you_mean
 
 Command: TypeAlias = Literal["serve", "export-config", "export-openapi"]
 
@@ -71,7 +71,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     argv = sys.argv[1:] if argv is None else argv
     parser = build_parser()
     # Asked first: argparse takes the value of an unknown option for a command, and complains about that.
-    known = {setting.option for setting in all_settings()} | {"--config", "--help", "--export-path"}
+    known = {setting.option for setting in ALL_SETTINGS} | {"--config", "--help", "--export-path"}
     for argument in argv:
         option = argument.split("=")[0]
         if option.startswith("--") and option not in known:
@@ -79,7 +79,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     parsed = vars(parser.parse_args(argv))
 
     options: dict[str, dict[str, Any]] = {}
-    for setting in all_settings():
+    for setting in ALL_SETTINGS:
         value = parsed[setting.name]
         # A single item may be a whole list, [20,24] or 20,24.
         if isinstance(value, list) and len(value) == 1:

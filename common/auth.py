@@ -158,7 +158,8 @@ def _read(path: Path) -> tuple[list[bytes], bytes]:
         fields = sorted({str(detail["loc"][0]) for detail in error.errors(include_input=False)})
         raise SettingsError(
             f"{path}: {' and '.join(fields)} cannot be used. It must hold admin_key, a key, and api_key, a key or a "
-            "list of keys. A key is text without spaces; put quotes around digits. To have new keys made, delete the file."
+            "list of keys. A key is text without spaces; put quotes around digits. "
+            "Delete the file to have new keys made."
         ) from None
     return [_digest(key) for key in keys.api_key], _digest(keys.admin_key)
 

@@ -78,6 +78,8 @@ def _parse_list(value: object) -> object:
         return value
     if value.lstrip().startswith("["):
         return _parse_flow(value)
+    if value.lstrip().startswith("{"):
+        return [value]
     return [item.strip() for item in value.split(",") if item.strip()]
 
 
@@ -273,9 +275,10 @@ class ModelParameters(Section):
     (memory.sysmem_recurrent_cache). A multiple of 256; empty: the engine's default, 2048 or 6144 by architecture."""
 
     recurrent_checkpoint_interval_pp: PageMultiple | None = None
-    """The same for the rest of a prompt, all but its last two chunks. With the default an edit early in a long prompt
-    costs a full prefill. Checkpoints fall on the ends of chunks, so a value below chunk_size brings no more than
-    chunk_size does; set both intervals together. A multiple of 256; empty: the engine's default, 32768."""
+    """Tokens between two checkpoints of a model with recurrent layers in the rest of a prompt, all but its last two
+    chunks. With the default an edit early in a long prompt costs a full prefill. Checkpoints fall on the ends of
+    chunks, so a value below chunk_size brings no more than chunk_size does; set both intervals together. A multiple of
+    256; empty: the engine's default, 32768."""
 
     output_chunking: bool = True
     """Reserve cache for an answer in steps of chunk_size instead of all at once, so that more requests fit."""
@@ -425,7 +428,9 @@ class LoraConfig(Section):
     """Folder that holds the adapters' folders."""
 
     loras: Annotated[
-        ListOf[LoraInstance], PLANNED, Allowed('a list such as [{"name": "my-lora", "scaling": 1.0}]')
+        ListOf[Annotated[LoraInstance, BeforeValidator(_parse_flow)]],
+        PLANNED,
+        Allowed('a list such as [{"name": "my-lora", "scaling": 1.0}]'),
     ] = []
     """Adapters to apply to the model loaded at start, each with a name and a scaling of 0 or more."""
 

@@ -120,7 +120,9 @@ class SamplingFields(RequestModel):
     """
 
     max_tokens: Annotated[int, Field(ge=-1)] = Field(
-        0, validation_alias=_named("max_tokens", "max_completion_tokens", "max_length"), description="0 or -1: all that fit"
+        0,
+        validation_alias=_named("max_tokens", "max_completion_tokens", "max_length"),
+        description="0 or -1: all that fit",
     )
     min_tokens: NonNegative = Field(0, validation_alias=_named("min_tokens", "min_length"))
     stop: Annotated[list[str | int], BeforeValidator(_stop)] = Field(
@@ -252,7 +254,9 @@ class SamplerPresets:
         """
         path = self._directory / f"{name}.yml"
         if path.name != f"{name}.yml" or not path.is_file():
-            raise NotFound(f"There is no sampler preset {name!r}. Available: {', '.join(self.names())}.", param="preset")
+            raise NotFound(
+                f"There is no sampler preset {name!r}. Available: {', '.join(self.names())}.", param="preset"
+            )
         try:
             content = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8")) or {}
         except YAMLError as error:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import reprlib
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -117,11 +116,7 @@ CATALOG: Mapping[str, Mapping[str, Setting]] = {
     section: {key: _setting(section, key, field) for key, field in model.model_fields.items()}
     for section, model in SECTIONS.items()
 }
-
-
-def all_settings() -> Iterator[Setting]:
-    for section in CATALOG.values():
-        yield from section.values()
+ALL_SETTINGS: Sequence[Setting] = tuple(setting for section in CATALOG.values() for setting in section.values())
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -144,6 +139,7 @@ def explain_refusal(error: ValidationError, section: str, values: Mapping[str, A
     problems = {}
     for detail in error.errors(include_url=False):
         key = str(detail["loc"][0])
-        given = reprlib.repr(values.get(key))
+        given = repr(values.get(key))
+        given = given if len(given) <= 100 else given[:97] + "..."
         problems[key] = f"{section}.{key} is {given}, but must be {CATALOG[section][key].allowed}."
     return problems

@@ -24,7 +24,7 @@ from ruamel.yaml.error import YAMLError
 
 from common.config_models import DraftModelParameters, LoadSettings, ModelParameters, Settings
 from common.errors import InvalidRequest, SettingsError
-from common.settings_catalog import CATALOG, SECTIONS, all_settings, did_you_mean, explain_refusal, unknown_keys
+from common.settings_catalog import ALL_SETTINGS, CATALOG, SECTIONS, did_you_mean, explain_refusal, unknown_keys
 from common.yaml_file import read_mapping
 
 CONFIG_FILE = "config.yml"
@@ -96,7 +96,7 @@ def load_settings(
     layers.append(command_line)
 
     merged: dict[str, Any] = {}
-    sources = {setting.name: "default" for setting in all_settings()}
+    sources = {setting.name: "default" for setting in ALL_SETTINGS}
     problems: list[str] = []
     checked: Values = {}
     for layer in layers:
@@ -146,7 +146,7 @@ def _sections(content: Mapping[str, Any], name: str, warnings: list[str]) -> dic
 
 def _environment_layer(environ: Mapping[str, str], warnings: list[str]) -> _Layer:
     """Values from TABBY_SECTION_KEY; an empty variable is unset."""
-    variables = {setting.variable: setting for setting in all_settings()}
+    variables = {setting.variable: setting for setting in ALL_SETTINGS}
     sources = {}
     values: dict[str, dict[str, Any]] = {}
     # The short name first, so that the full one wins.

@@ -162,10 +162,10 @@ def find_template(
 ) -> ChatTemplate | None:
     """The chat template of a model, or None where it has none.
 
-    Looked for, first match wins: the one asked for by `prompt_template` (a file in `template_dir`, else the entry of that
-    name in the model's tokenizer_config.json); then, in the model's folder, tabby_template.jinja, chat_template.jinja,
-    chat_template.json and tokenizer_config.json. What cannot be read or compiled is skipped with a warning, unless it was
-    asked for.
+    Looked for, first match wins: the one asked for by `prompt_template` (a file in `template_dir`, else the entry of
+    that name in the model's tokenizer_config.json); then, in the model's folder, tabby_template.jinja,
+    chat_template.jinja, chat_template.json and tokenizer_config.json. What cannot be read or compiled is skipped with a
+    warning, unless it was asked for.
 
     Raises:
         InvalidRequest: there is no template `prompt_template`, or it does not compile.
@@ -207,7 +207,8 @@ def _named_template(
         return ChatTemplate(file_name.removesuffix(SUFFIX), source, special_tokens)
     except TemplateSyntaxError as error:
         raise InvalidRequest(
-            f"The chat template {name!r} does not compile: line {error.lineno}: {error.message}", param="prompt_template"
+            f"The chat template {name!r} does not compile: line {error.lineno}: {error.message}",
+            param="prompt_template",
         ) from error
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import NotRequired, TypeAlias, TypedDict
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 from fastapi.exceptions import RequestValidationError
 from loguru import logger
@@ -66,7 +66,7 @@ def to_server_error(error: Exception) -> ServerError:
     if isinstance(error, HTTPException):
         return _from_http(error)
     logger.opt(exception=error).error("A request failed for a reason that the server does not know")
-    return ServerError(f"Something went wrong in the server. Its log says more, under the request id {request_id.get()}.")
+    return ServerError(f"The server failed on this request. Its log says more, under the id {request_id.get()}.")
 
 
 def _from_http(error: HTTPException) -> ServerError:
@@ -84,7 +84,7 @@ def _from_validation(error: RequestValidationError) -> InvalidRequest:
         if item["type"] == "json_invalid":
             return InvalidRequest(f"The body is not valid JSON: {item['ctx']['error']} at character {location[0]}.")
         if where == "body" and not location:
-            return InvalidRequest("The route needs a JSON object as its body, sent with Content-Type: application/json.")
+            return InvalidRequest("The route needs a JSON object as its body, with Content-Type: application/json.")
         data = error.body if where == "body" else None
         path = ".".join(str(part) for part in _existing_path(location, data, item["type"] == "missing"))
         problems.setdefault(path, _problem(path, item["msg"], item["type"], item.get("input")))
@@ -94,15 +94,13 @@ def _from_validation(error: RequestValidationError) -> InvalidRequest:
     return InvalidRequest(message, param=next(iter(problems)))
 
 
-def _existing_path(location: list[str | int], data: object, missing: bool) -> list[str | int]:
+def _existing_path(location: Sequence[str | int], data: Any, missing: bool) -> list[str | int]:
     """The part of a validator's location that names places in the body, without the union members it tried."""
     path: list[str | int] = []
     for part in location:
-        if isinstance(data, dict) and part in data:
+        try:
             data = data[part]
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
-            data = data[part]
-        else:
+        except (KeyError, IndexError, TypeError):
             return [*path, part] if missing or not path else path
         path.append(part)
     return path

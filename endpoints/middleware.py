@@ -1,8 +1,9 @@
-"""What wraps every request: its id, and the answer to browsers that ask whether a page may send it."""
+"""What wraps every request: its id and its line in the log, and which web pages may send it."""
 
 from __future__ import annotations
 
 import re
+from time import perf_counter
 from typing import Final
 from uuid import uuid4
 
@@ -16,11 +17,13 @@ from common.logger import request_id
 
 HEADER: Final = "X-Request-Id"
 _ACCEPTABLE_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+# Asked for every few seconds by whatever watches over the server.
+_PROBES: Final = ("/health", "/ready")
 LOOPBACK_ORIGINS: Final = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
-class RequestIdMiddleware:
-    """Gives every request an id, the client's own where it is fit for a log, and sends it back."""
+class RequestContextMiddleware:
+    """Gives every request an id, the client's own where it is fit for a log, sends it back, and logs the outcome."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -31,21 +34,29 @@ class RequestIdMiddleware:
             return
         given = Headers(scope=scope).get(HEADER, "")
         identity = given if _ACCEPTABLE_ID.fullmatch(given) else uuid4().hex
+        status: int | None = None
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 MutableHeaders(scope=message)[HEADER] = identity
             await send(message)
 
+        started = perf_counter()
         token = request_id.set(identity)
         try:
             await self._app(scope, receive, send_with_id)
         finally:
+            level = "DEBUG" if scope["path"] in _PROBES else "INFO"
+            logger.log(
+                level, "{} {!r}: {} in {:.3f} s", scope["method"], scope["path"], status, perf_counter() - started
+            )
             request_id.reset(token)
 
 
 class CorsMiddleware(CORSMiddleware):
-    """Starlette's, set up from `network.cors_origins`, and with a line in the log for whoever wonders why it refuses."""
+    """Starlette's, set up from `network.cors_origins`, with a line in the log for whoever wonders why it refuses."""
 
     def __init__(self, app: ASGIApp, origins: list[str]) -> None:
         everybody = "*" in origins

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine
-from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute, iter_route_contexts
 from starlette.requests import ClientDisconnect
 
 from common.auth import Permission
-from common.errors import AuthenticationFailed
-from endpoints.errors import RenderError, core_error, error_response, openai_error, to_server_error
+from common.errors import AuthenticationFailed, ServerError
+from endpoints.errors import ErrorBody, core_error, error_response, openai_error, to_server_error
 from endpoints.state import state_of
 
 Level: TypeAlias = Literal["none", "api", "admin"]
@@ -44,12 +44,14 @@ class JsonRequest(Request):
 class ApiRoute(APIRoute):
     """A route with an access level and its API's error envelope. `openapi_extra` must be `OPEN`, `API` or `ADMIN`."""
 
-    render_error: ClassVar[RenderError]
+    @staticmethod
+    def render_error(error: ServerError) -> ErrorBody:
+        """The envelope of the API that the route belongs to."""
+        raise NotImplementedError
 
     def get_route_handler(self) -> Handler:
         handle = super().get_route_handler()
         level = level_of(self)
-        render = type(self).render_error
 
         async def guarded(request: Request) -> Response:
             try:
@@ -58,7 +60,7 @@ class ApiRoute(APIRoute):
             except ClientDisconnect:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
             except Exception as error:
-                return error_response(to_server_error(error), render)
+                return error_response(to_server_error(error), self.render_error)
 
         return guarded
 
@@ -85,11 +87,9 @@ def authorise(request: Request, level: Level) -> Permission | None:
     if level == "none":
         return None
     keys = state_of(request).keys
-    if keys is None:
-        return "admin"
-    permission = keys.permission(request.headers)
+    permission: Permission = "admin" if keys is None else keys.permission(request.headers)
     if level == "admin" and permission != "admin":
-        raise AuthenticationFailed("This route needs the admin key.")
+        raise AuthenticationFailed("This route needs the admin key; the key sent is an API key.")
     return permission
 
 

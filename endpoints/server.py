@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,17 +17,22 @@ from starlette.middleware import Middleware
 from backends.manager import ModelManager
 from common.auth import KeyStore
 from common.config_models import Settings
-from common.errors import SettingsError
+from common.errors import ServerError, SettingsError
 from common.sampling import SamplerPresets
 from endpoints.core.router import router as core_router
+from endpoints.core.router import v1 as core_v1
 from endpoints.errors import core_error, error_response, to_server_error
-from endpoints.middleware import CorsMiddleware, RequestIdMiddleware
-from endpoints.OAI.router import router as openai_router
+from endpoints.middleware import CorsMiddleware, RequestContextMiddleware
+from endpoints.OAI.router import v1 as openai_v1
 from endpoints.routing import SECURITY_SCHEMES, RouteAccess, route_table
 from endpoints.state import ServerState, attach_state
 from endpoints.streaming import SHUTDOWN_GRACE_SECONDS
 
-__all__ = ["RouteAccess", "create_app", "route_table", "serve"]
+# Longer than clients keep idle connections (httpx, and so the openai client: 5 s). A server that closes first may do so
+# just as the next request is under way.
+KEEP_ALIVE_SECONDS = 75
+
+__all__ = ["RouteAccess", "Server", "create_app", "route_table", "serve"]
 
 
 def create_app(
@@ -56,25 +61,27 @@ def create_app(
         redoc_url=None,
         middleware=[
             Middleware(CorsMiddleware, origins=settings.network.cors_origins),
-            Middleware(RequestIdMiddleware),
+            Middleware(RequestContextMiddleware),
         ],
         exception_handlers={HTTPException: _render_unrouted},
     )
-    attach_state(app.state, ServerState(settings, manager, keys, _select_preset(settings, presets or SamplerPresets())))
+    presets = presets or SamplerPresets()
+    _select_preset(settings, presets)
+    attach_state(app.state, ServerState(settings, manager, keys, presets))
     app.include_router(core_router)
-    app.include_router(openai_router)
+    for router in (core_v1, openai_v1):
+        app.include_router(router, prefix="/v1")
     _describe_security(app)
     return app
 
 
-def _select_preset(settings: Settings, presets: SamplerPresets) -> SamplerPresets:
+def _select_preset(settings: Settings, presets: SamplerPresets) -> None:
     name = settings.sampling.override_preset
     if name:
         try:
             presets.select(name)
-        except Exception as error:
-            raise SettingsError(f"sampling.override_preset: {error}") from error
-    return presets
+        except ServerError as error:
+            raise SettingsError(f"sampling.override_preset: {error.message}") from error
 
 
 async def _render_unrouted(request: Request, error: Exception) -> Response:
@@ -96,44 +103,52 @@ def _describe_security(app: FastAPI) -> None:
 # --- serving ------------------------------------------------------------------------------------------------------
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, manager: ModelManager) -> None:
-        super().__init__(config)
+class Server(uvicorn.Server):
+    """uvicorn, bound to its port from the start.
+
+    Attributes:
+        port: where it listens, also when `network.port` is 0.
+
+    Raises:
+        SettingsError: from the constructor, the address cannot be bound.
+    """
+
+    def __init__(self, app: FastAPI, settings: Settings, manager: ModelManager) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=int(SHUTDOWN_GRACE_SECONDS) + 1,
+            )
+        )
         self._manager = manager
+        self._listener = _bind(settings.network.host, settings.network.port)
+        self.port: int = self._listener.getsockname()[1]
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().serve(sockets or [self._listener])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # Requests in flight are told why they end before their connections are closed.
         await asyncio.gather(self._manager.close(), super().shutdown(sockets))
 
 
-async def serve(
-    app: FastAPI,
-    settings: Settings,
-    manager: ModelManager,
-    *,
-    on_listening: Callable[[str, int], None] | None = None,
-) -> None:
-    """Serve until SIGINT or SIGTERM.
+async def serve(app: FastAPI, settings: Settings, manager: ModelManager) -> None:
+    """Serve until SIGINT or SIGTERM; then end the models and what they work on.
 
     Args:
         app: from `create_app()`.
         settings: `network` says where.
         manager: the one that `app` was made with.
-        on_listening: called with host and port once the port is bound.
 
     Raises:
         SettingsError: the address cannot be bound.
     """
-    network = settings.network
-    listener = _bind(network.host, network.port)
-    port: int = listener.getsockname()[1]
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=int(SHUTDOWN_GRACE_SECONDS) + 1
-    )
-    logger.info("Listening on http://{}:{}", network.host, port)
-    if on_listening is not None:
-        on_listening(network.host, port)
-    await _Server(config, manager).serve(sockets=[listener])
+    server = Server(app, settings, manager)
+    logger.info("Listening on http://{}:{}", settings.network.host, server.port)
+    await server.serve()
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -142,6 +157,6 @@ def _bind(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         raise SettingsError(
-            f"Cannot listen on {host}:{port}: {error.strerror or error}. Set network.host and network.port to an address "
-            "of this machine and a free port."
+            f"Cannot listen on {host}:{port}: {error.strerror or error}. Set network.host and network.port to an "
+            "address of this machine and a free port."
         ) from error

@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 
 from backends.client import EngineClient
 from backends.manager import ModelManager
+from backends.messages import ModelInfo
 from common.auth import KeyStore
 from common.config_models import Settings
 from common.errors import InvalidRequest
@@ -21,14 +22,9 @@ _ATTRIBUTE: Final = "server"
 
 @dataclass
 class ServerState:
-    """
-    Attributes:
-        keys: None where everybody is an administrator.
-    """
-
     settings: Settings
     manager: ModelManager
-    keys: KeyStore | None
+    keys: KeyStore | None  # None: everybody is administrator
     presets: SamplerPresets
     _templates: WeakKeyDictionary[EngineClient, ChatTemplate | None] = field(default_factory=WeakKeyDictionary)
 
@@ -42,8 +38,8 @@ class ServerState:
         template = self.template_of(client)
         if template is None:
             raise InvalidRequest(
-                f"The model {client.directory.name} has no chat template, so it cannot chat. Use /v1/completions, put a "
-                "chat_template.jinja into its folder, or load it with prompt_template set to a name in templates/."
+                f"The model {client.directory.name} has no chat template, so it cannot chat. Use /v1/completions, put "
+                "a chat_template.jinja into its folder, or load it with prompt_template set to a name in templates/."
             )
         return template
 
@@ -59,3 +55,9 @@ def state_of(request: Request) -> ServerState:
 
 
 State = Annotated[ServerState, Depends(state_of)]
+
+
+def loaded_info(client: EngineClient) -> ModelInfo:
+    """What a client from `ModelManager.require()` has loaded."""
+    assert client.info is not None
+    return client.info

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from loguru import logger
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -17,6 +17,7 @@ from common.generation import Event, Finish, GenerationRequest
 from endpoints.errors import RenderError, dump_json, to_server_error
 
 T = TypeVar("T")
+IndexedEvents: TypeAlias = AsyncIterable[tuple[int, Event]]  # of several answers, in the order in which they happen
 
 # How long a stream's status line waits for the engine's verdict on the prompt. A refusal within it is a plain error
 # response, a later one is an error inside the stream.
@@ -159,18 +160,17 @@ class EventStream(EventSourceResponse):
         *,
         render_error: RenderError,
         ping: int,
-        cleanup: Callable[[], Awaitable[None]],
+        cleanup: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        super().__init__(
-            _frames(payloads, render_error), ping=ping, shutdown_grace_period=SHUTDOWN_GRACE_SECONDS
-        )
+        super().__init__(_frames(payloads, render_error), ping=ping, shutdown_grace_period=SHUTDOWN_GRACE_SECONDS)
         self._cleanup = cleanup
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._cleanup()
+            if self._cleanup is not None:
+                await self._cleanup()
 
 
 async def _frames(payloads: AsyncIterator[str], render_error: RenderError) -> AsyncIterator[ServerSentEvent]:
@@ -186,7 +186,7 @@ async def _frames(payloads: AsyncIterator[str], render_error: RenderError) -> As
 
 async def stream_answers(
     answers: Answers,
-    render: Callable[[Answers], AsyncIterator[str]],
+    render: Callable[[IndexedEvents], AsyncIterator[str]],
     *,
     render_error: RenderError,
     ping: int,
@@ -202,3 +202,19 @@ async def stream_answers(
         await answers.close()
         raise
     return EventStream(render(answers), render_error=render_error, ping=ping, cleanup=answers.close)
+
+
+async def start_early(payloads: AsyncGenerator[str]) -> AsyncGenerator[str]:
+    """The same payloads, of which the first is already being made: an error that comes soon is raised here."""
+    first = asyncio.create_task(anext(payloads, None))
+    done, _ = await asyncio.wait({first}, timeout=ACCEPT_SECONDS)
+    if done:
+        first.result()
+    return _resume(first, payloads)
+
+
+async def _resume(first: asyncio.Task[str | None], payloads: AsyncGenerator[str]) -> AsyncGenerator[str]:
+    payload = await first
+    while payload is not None:
+        yield payload
+        payload = await anext(payloads, None)

@@ -4,8 +4,8 @@
     python tools/edit_probe.py ... --admin-key KEY --sweep 2048:-:-,1024:1024:1024 --plot edit-cost.png
 
 Works with any server that has an OpenAI-compatible `/v1/completions` with streaming. For each edit a new random prompt
-is served, then the same prompt with one token (or word) changed; no prompt is used twice, so no measurement profits
-from an earlier one. `cold` is the first serving of these prompts, `unedited` a prompt served twice without a change.
+is served (`cold`), served again (`unedited`), then served with one token or word changed. The next edit gets another
+prompt, so no measurement profits from an earlier one.
 
 Tokens processed again are `prompt_tokens - cached_tokens - 1` of the server's usage record, at least 0: the last token
 of a prompt is never part of prefill, it is the input of the first generation step.
@@ -121,13 +121,22 @@ class Served:
 class Server:
     """The routes of an OpenAI-compatible server that the probe uses."""
 
-    def __init__(self, base_url: str, model: str, api_key: str | None, admin_key: str | None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        api_key: str | None = None,
+        admin_key: str | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
         self.model = model
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._admin_headers = {"X-Admin-Key": admin_key} if admin_key else {}
         # A long prefill is silent on some servers, so reading has no time limit.
         root = base_url.rstrip("/").removesuffix("/v1")
-        self._client = httpx.Client(base_url=root, headers=headers, timeout=httpx.Timeout(10, read=None))
+        self._client = httpx.Client(
+            base_url=root, headers=headers, timeout=httpx.Timeout(10, read=None), transport=transport
+        )
 
     def close(self) -> None:
         self._client.close()
@@ -335,19 +344,21 @@ def measure(
     """Serve every edit `repeat` times, each time on a prompt of its own."""
     server.serve(prompts.fresh())  # the first prompt pays for what is set up late
     cold: list[Served] = []
-    again: dict[int | None, list[Served]] = {}
+    unedited: list[Served] = []
+    edited: dict[int, list[Served]] = {position: [] for position in edits}
     for turn in range(repeat):
-        for position in (None, *edits):
-            show(f"{settings.label}: {turn + 1}/{repeat}, {'unedited' if position is None else f'@{position}'}")
+        for position in edits:
+            show(f"{settings.label}: run {turn + 1} of {repeat}, edit @{position}")
             prompt = prompts.fresh()
             cold.append(server.serve(prompt))
-            second = prompt if position is None else prompts.edited(prompt, position)
-            again.setdefault(position, []).append(server.serve(second))
+            # Resumes from the last checkpoint and adds none, so the edit meets what the cold run left.
+            unedited.append(server.serve(prompt))
+            edited[position].append(server.serve(prompts.edited(prompt, position)))
     return Row(
         settings=settings,
         cold=_median(cold),
-        unedited=_median(again[None]),
-        edits=tuple(EditMeasurement(**asdict(_median(again[position])), position=position) for position in edits),
+        unedited=_median(unedited),
+        edits=tuple(EditMeasurement(**asdict(_median(edited[position])), position=position) for position in edits),
     )
 
 
@@ -461,7 +472,7 @@ def draw(path: Path, curves: Sequence[Curve], title: str, prompt_tokens: int) ->
     if all(curve.seconds for curve in curves):
         panels.append(("time to first token, seconds", [curve.seconds for curve in curves]))
 
-    figure = Figure(figsize=(1.5 + 5.5 * len(panels), 5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(2 + 5.5 * len(panels), 5.2), dpi=120, layout="constrained")
     for number, (name, values) in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), number + 1)
         for index, (curve, heights) in enumerate(zip(curves, values, strict=True)):
@@ -472,7 +483,7 @@ def draw(path: Path, curves: Sequence[Curve], title: str, prompt_tokens: int) ->
                 heights,
                 label=curve.label,
                 color=COLOURS[index % len(COLOURS)],
-                linewidth=1.5 + 1.5 * extra,
+                linewidth=1.5 + 1.2 * extra,
                 drawstyle="steps-post" if curve.computed else "default",
                 marker="" if curve.computed else "o",
                 markersize=4 + 2 * extra,
@@ -484,13 +495,15 @@ def draw(path: Path, curves: Sequence[Curve], title: str, prompt_tokens: int) ->
             )
         axes.set(xlabel="position of the edit, tokens", ylabel=name, xlim=(0, prompt_tokens))
         axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter("{x:,g}")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
     figure.legend(
         handles=figure.axes[0].get_lines(),
         loc="outside lower center",
-        ncols=min(4, len(curves)),
+        ncols=2 * len(panels),
         frameon=False,
         title="chunk_size, recurrent_checkpoint_interval_pp, recurrent_checkpoint_interval",
     )
@@ -507,7 +520,7 @@ def plot(path: Path, report: Report) -> None:
         )
         for row in report.rows
     ]
-    title = f"Measured: one edit in a prompt of {report.prompt_tokens} tokens, {report.model}"
+    title = f"Measured: one edit in a prompt of {report.prompt_tokens:,} tokens, {report.model}"
     draw(path, curves, title, report.prompt_tokens)
 
 

@@ -48,7 +48,10 @@ def main() -> None:
     image: Path = parser.parse_args().image
     image.parent.mkdir(parents=True, exist_ok=True)
     draw(
-        image, [curve(*row) for row in ROWS], f"Computed: one edit in a prompt of {PROMPT_TOKENS} tokens", PROMPT_TOKENS
+        image,
+        [curve(*row) for row in ROWS],
+        f"Computed: one edit in a prompt of {PROMPT_TOKENS:,} tokens",
+        PROMPT_TOKENS,
     )
 
 

@@ -244,6 +244,7 @@ class ExllamaV3Container:
         if self.draft is not None and self.draft.model is not None:
             yield from _progress("draft", self.draft.model.load_gen(**_placement(split, None)))
         yield from _progress("model", self.model.load_gen(**self._load_arguments()))
+        self.config.stc.close()  # a load to a single device leaves the weight files open
         release_memory()
 
     def _load_arguments(self) -> dict[str, Any]:
@@ -351,8 +352,8 @@ class ExllamaV3Container:
 
     def decode(self, tokens: list[int], *, decode_special_tokens: bool) -> str:
         check_token_ids(tokens, self.tokenizer, "tokens")
-        text: str = self.tokenizer.decode(token_tensor(tokens), decode_special_tokens=decode_special_tokens)
-        return text
+        (text,) = self.tokenizer.decode(token_tensor(tokens), decode_special_tokens=decode_special_tokens)
+        return str(text)
 
 
 def _read_config(directory: Path) -> Config:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
-from backends.client import EngineClient
 from backends.manager import ModelManager
 from backends.messages import LoadProgress
 from common.config_models import LoadSettings
@@ -36,13 +34,13 @@ from endpoints.core.types.token import (
     TokenEncodeResponse,
 )
 from endpoints.errors import core_error
-from endpoints.OAI.utils.prompt import encode_messages
+from endpoints.OAI.utils.prompt import render_messages
 from endpoints.routing import ADMIN, API, OPEN, CoreRoute
-from endpoints.state import ServerState, State
+from endpoints.state import ServerState, State, loaded_info
 from endpoints.streaming import EventStream, start_early
 
 router = APIRouter(route_class=CoreRoute)
-v1 = APIRouter(prefix="/v1", route_class=CoreRoute)
+v1 = APIRouter(route_class=CoreRoute)  # below /v1
 
 
 # --- the server ---------------------------------------------------------------------------------------------------
@@ -66,13 +64,15 @@ async def ready(state: State) -> Readiness:
 
 @router.get("/.well-known/serviceinfo", openapi_extra=OPEN)
 async def service_info() -> ServiceInfo:
-    return ServiceInfo(software=Service(name="Waypoint"), api={"openai": ServiceApi(name="OpenAI API", relative_url="/v1")})
+    return ServiceInfo(
+        software=Service(name="Waypoint"), api={"openai": ServiceApi(name="OpenAI API", relative_url="/v1")}
+    )
 
 
 @router.get("/props", openapi_extra=API)
 async def props(state: State) -> Props:
     client = state.manager.require()
-    info = client.loaded_info()
+    info = loaded_info(client)
     template = state.template_of(client)
     return Props(
         total_slots=info.max_batch_size,
@@ -82,7 +82,7 @@ async def props(state: State) -> Props:
 
 
 @v1.get("/auth/permission", openapi_extra=API)
-async def permission(request: Request) -> PermissionAnswer:
+async def auth_permission(request: Request) -> PermissionAnswer:
     return PermissionAnswer(permission=request.state.permission)
 
 
@@ -93,7 +93,8 @@ async def permission(request: Request) -> PermissionAnswer:
 @v1.get("/model/list", openapi_extra=API)
 async def list_models(request: Request, state: State) -> ModelList:
     """The loaded model first; for an administrator then every other model that can be loaded."""
-    return ModelList(data=[ModelCard(id=name, created=created) for name, created in _visible_models(request, state).items()])
+    visible = _visible_models(request, state)
+    return ModelList(data=[ModelCard(id=name, created=created) for name, created in visible.items()])
 
 
 @v1.get("/models/{model_id:path}", openapi_extra=API)
@@ -109,11 +110,11 @@ async def current_model(state: State) -> ModelCard:
     """The loaded model and how it is set up."""
     client = state.manager.require()
     created = _created(client.directory)
-    parameters = model_parameters(client.loaded_info(), state.template_of(client), created)
+    parameters = model_parameters(loaded_info(client), state.template_of(client), created)
     return ModelCard(id=client.name, created=created, parameters=parameters)
 
 
-@v1.post("/model/load", openapi_extra=ADMIN, response_class=EventStream)
+@v1.post("/model/load", openapi_extra=ADMIN, response_model=LoadProgressEvent)
 async def load_model(body: ModelLoadRequest, state: State) -> Response:
     """Load a model in place of the loaded one, which keeps answering until the new one has been checked.
 
@@ -128,18 +129,17 @@ async def load_model(body: ModelLoadRequest, state: State) -> Response:
 
 async def _load_events(
     manager: ModelManager, directory: Path, settings: LoadSettings, *, skip_queue: bool
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str]:
     """One event for each module, one more when a component is complete.
 
     The last module of a component is not its end: the model is ready when the manager says so.
     """
     last: LoadProgress | None = None
-    async with aclosing(manager.load(directory, settings, skip_queue=skip_queue)) as load:
-        async for progress in load:
-            if last is not None and last.component != progress.component:
-                yield _load_event(last, finished=True)
-            yield _load_event(progress)
-            last = progress
+    async for progress in manager.load(directory, settings, skip_queue=skip_queue):
+        if last is not None and last.component != progress.component:
+            yield _load_event(last, finished=True)
+        yield _load_event(progress)
+        last = progress
     if last is not None:
         yield _load_event(last, finished=True)
 
@@ -182,12 +182,11 @@ def _created(directory: Path) -> int:
 async def encode(body: TokenEncodeRequest, state: State) -> TokenEncodeResponse:
     """Token ids of a text, or of a conversation as the chat template renders it, without a generation prompt."""
     client = state.manager.require()
-    if isinstance(body.text, str):
-        text, add_bos = body.text, body.add_bos_token
-    else:
+    text, add_bos = body.text, body.add_bos_token
+    if not isinstance(text, str):
         template = state.require_template(client)
-        text = encode_messages(body.text, template, client.settings.model, body.template_vars)
-        add_bos = False if template.begins_with_bos(text) else body.add_bos_token
+        text = render_messages(text, template, client.settings.model, body.template_vars, path="text")
+        add_bos = False if template.begins_with_bos(text) else add_bos
     tokens = await client.encode(text, add_bos=add_bos, encode_special_tokens=body.encode_special_tokens)
     return TokenEncodeResponse(tokens=tokens, length=len(tokens))
 

@@ -1,7 +1,7 @@
 """The engine without a GPU: torch functions in place of its compiled CUDA extension.
 
-`install()` runs once, before anything imports `exllamav3`. The kernels are in one file a family; `extension.py` puts them
-together, `install.py` lists everything that is replaced in the engine itself.
+`install()` runs once, before anything imports `exllamav3`. The kernels are in one file a family; `extension.py` puts
+them together, `install.py` lists everything that is replaced in the engine itself.
 
 Arithmetic is fp32 throughout, keys and values are kept in fp32, and a matrix product of one or two rows runs in fp16,
 where half the bytes are twice the speed. Not covered: EXL3-quantised weights, a quantised key/value cache, KDA and

@@ -13,7 +13,7 @@ class BC_SAM:
     """Finds, after each token, where the longest suffix that occurred before did so first.
 
     The usual online construction (Blumer et al. 1985): a state is a class of substrings with the same end positions.
-    `_min_end` is the first of those. The match is advanced before the token is added, so it only sees what came earlier.
+    `_min_end` is the first of those. The match is advanced before the token is added, so it sees only what came before.
     """
 
     def __init__(self) -> None:

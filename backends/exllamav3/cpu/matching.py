@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Buffer
+import itertools
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 __all__ = ["count_match_tensor", "partial_strings_match"]
 
@@ -19,7 +23,7 @@ def count_match_tensor(a: Tensor, b: Tensor, max_a: int) -> int:
     return int(differences[0]) if len(differences) else max(limit, 0)
 
 
-def partial_strings_match(match: Buffer, offsets: Buffer, strings: Buffer) -> int:
+def partial_strings_match(match: ReadableBuffer, offsets: ReadableBuffer, strings: ReadableBuffer) -> int:
     """Where the first of several strings occurs in a text.
 
     Args:
@@ -28,13 +32,13 @@ def partial_strings_match(match: Buffer, offsets: Buffer, strings: Buffer) -> in
         strings: the strings, as UTF-32 code units.
 
     Returns:
-        The index of the earliest full match; -2 where a string that may still complete beyond the end of the text begins
-        before any full match; -1 otherwise.
+        The index of the earliest full match; -2 where a string that may still complete beyond the end of the text
+        begins before any full match; -1 otherwise.
     """
     text, bounds, units = _words(match), _words(offsets), _words(strings)
     none = len(text) + 1
     full = partial = none
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         string = units[begin // 4 : end // 4]
         if not string:
             continue
@@ -51,5 +55,5 @@ def partial_strings_match(match: Buffer, offsets: Buffer, strings: Buffer) -> in
     return full if full < none else NO_MATCH
 
 
-def _words(buffer: Buffer) -> list[int]:
+def _words(buffer: ReadableBuffer) -> list[int]:
     return memoryview(buffer).cast("B").cast("I").tolist()

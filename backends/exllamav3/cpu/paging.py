@@ -62,8 +62,9 @@ def generator_stage_decode(
 ) -> None:
     """Fill the int32 arena of one step, and fetch each row's next input token.
 
-    The arena holds the block table (batch rows of `width`, padded with 0), then the cache lengths, then with `rope_offset`
-    the positions. With `seq_ids`, the token at each row's position goes to `batch_ids` and is noted in the row's page.
+    The arena holds the block table (batch rows of `width`, padded with 0), then the cache lengths, then with
+    `rope_offset` the positions. With `seq_ids`, the token at each row's position goes to `batch_ids` and to the row's
+    page.
     """
     batch = len(seq_block_index)
     table = arena[: batch * width].view(batch, width)

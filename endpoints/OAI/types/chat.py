@@ -8,7 +8,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 
 from common.errors import Unsupported
 from common.sampling import RequestModel
-from endpoints.OAI.types.common import Choice, GenerationFields, Usage
+from endpoints.OAI.types.common import LEFT_OUT_IF_NONE, Choice, Envelope, GenerationFields, Usage
 
 
 class ContentPart(RequestModel):
@@ -65,8 +65,8 @@ class ChatMessage(RequestModel):
         for index, part in enumerate(self.content):
             if part.type != "text":
                 raise Unsupported(
-                    f"The loaded model takes text only; a content part of type {part.type!r} needs vision, which is not "
-                    "available here.",
+                    f"The loaded model takes text only; a content part of type {part.type!r} needs vision, which "
+                    "is not available here.",
                     param=f"{path}.content.{index}",
                 )
         return "".join(part.text for part in self.content)
@@ -128,19 +128,15 @@ class ChatChoice(Choice):
     logprobs: ChatLogprobs | None = None
 
 
-class ChatCompletion(BaseModel):
-    id: str
+class ChatCompletion(Envelope):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
 
 
 class Delta(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str | None = None
+    role: Literal["assistant"] | None = LEFT_OUT_IF_NONE
+    content: str | None = LEFT_OUT_IF_NONE
 
 
 class ChunkChoice(Choice):
@@ -148,11 +144,7 @@ class ChunkChoice(Choice):
     logprobs: ChatLogprobs | None = None
 
 
-class ChatCompletionChunk(BaseModel):
-    id: str
+class ChatCompletionChunk(Envelope):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChunkChoice]
-    usage: Usage | None = None
+    usage: Usage | None = LEFT_OUT_IF_NONE

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
+from common.generation import FinishReason
 from common.sampling import RequestModel, SamplingFields
+
+LEFT_OUT_IF_NONE: Any = Field(None, exclude_if=lambda value: value is None)
 
 MAX_ANSWERS = 128  # of one request, as at OpenAI
 
@@ -51,7 +54,13 @@ class Usage(BaseModel):
     total_time: float
 
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+class Envelope(BaseModel):
+    """What every response begins with; the same in all pieces of a stream."""
+
+    id: str
+    created: int  # seconds since the epoch
+    model: str
+    system_fingerprint: str
 
 
 class Choice(BaseModel):
@@ -64,5 +73,5 @@ class Choice(BaseModel):
 
     index: int
     finish_reason: FinishReason | None = None
-    eos_reason: str | None = None
-    stop_str: str | None = None
+    eos_reason: str | None = LEFT_OUT_IF_NONE
+    stop_str: str | None = LEFT_OUT_IF_NONE

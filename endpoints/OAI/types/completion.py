@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypeGuard
 
 from pydantic import BaseModel, Field, PlainValidator
 
-from endpoints.OAI.types.common import Choice, GenerationFields, Usage
+from endpoints.OAI.types.common import LEFT_OUT_IF_NONE, Choice, Envelope, GenerationFields, Usage
 
 Prompt: TypeAlias = str | list[int]  # text, or token ids
 
 MAX_PROMPTS = 128
 
 
-def _is_tokens(value: object) -> bool:
+def _is_tokens(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _is_prompt(value: object) -> TypeGuard[Prompt]:
+    return isinstance(value, str) or _is_tokens(value)
 
 
 def _prompts(value: object) -> list[Prompt]:
     """OpenAI takes a text, a list of texts, token ids, or a list of lists of token ids."""
-    prompts = value if isinstance(value, list) and not _is_tokens(value) else [value]
-    if not all(isinstance(prompt, str) or _is_tokens(prompt) for prompt in prompts):
+    given: list[object] = value if isinstance(value, list) and not _is_tokens(value) else [value]
+    prompts = [prompt for prompt in given if _is_prompt(prompt)]
+    if len(prompts) != len(given):
         raise ValueError("should be a string, a list of strings, a list of token ids, or a list of such lists")
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise ValueError(f"should hold 1 to {MAX_PROMPTS} prompts")
@@ -53,13 +58,9 @@ class CompletionChoice(Choice):
     logprobs: CompletionLogprobs | None = None
 
 
-class Completion(BaseModel):
+class Completion(Envelope):
     """A whole answer, and a piece of a streamed one."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: Usage | None = LEFT_OUT_IF_NONE

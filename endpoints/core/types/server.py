@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from common.auth import Permission
 from common.sampling import Override, RequestModel
 
 
@@ -20,7 +21,7 @@ class Readiness(BaseModel):
 
 
 class PermissionAnswer(BaseModel):
-    permission: Literal["api", "admin"]
+    permission: Permission
 
 
 class GenerationDefaults(BaseModel):

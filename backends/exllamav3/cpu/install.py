@@ -1,0 +1,197 @@
+"""Putting the CPU kernels into the engine: everything that is replaced outside its extension stands here.
+
+The engine's files are not touched. Before it is imported, two of its modules are put in place ready-made: the extension
+and the vendored Triton kernels of the delta rule. Then single attributes are replaced, `PATCHES`, and its modules are
+given a `torch` without CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backends.exllamav3.cpu import convolution, delta_net, linear
+from backends.exllamav3.cpu.attention import ATTENTION_FUNCTIONS, paged_attention
+from backends.exllamav3.cpu.extension import Extension
+from backends.exllamav3.cpu.stand_ins import importable_triton, torch_facade
+from common.errors import SettingsError
+
+CPU = torch.device("cpu")
+
+# Importing this one imports every module of the engine that a model can be made of.
+ALL_ARCHITECTURES = "exllamav3.architecture.architectures"
+# These allocate the intermediates of Gated DeltaNet in bf16, which costs more accuracy than all the rest together.
+FP32_MODULES = (
+    "exllamav3.modules.gated_delta_net",
+    "exllamav3.modules.gated_delta_net_fn.conv1d",
+    "exllamav3.modules.gated_delta_net_fn.gated_delta_rule",
+)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute of the engine that is replaced.
+
+    Attributes:
+        module: where it is.
+        attribute: its name, dotted for a method.
+        replacement: makes the new value from the old one.
+    """
+
+    module: str
+    attribute: str
+    replacement: Callable[[Any], Any]
+
+    def apply(self) -> None:
+        """Replace it.
+
+        Raises:
+            SettingsError: the engine no longer has it.
+        """
+        try:
+            *path, name = self.attribute.split(".")
+            owner: Any = importlib.import_module(self.module)
+            for step in path:
+                owner = getattr(owner, step)
+            setattr(owner, name, self.replacement(getattr(owner, name)))
+        except (ImportError, AttributeError) as error:
+            raise _incompatible(f"{self.module}.{self.attribute}") from error
+
+
+def _by(value: Any) -> Callable[[Any], Any]:
+    return lambda original: value
+
+
+def _attention_functions(original: list[Any]) -> list[Any]:
+    return [*ATTENTION_FUNCTIONS]
+
+
+def _linear_init(original: Callable[..., None]) -> Callable[..., None]:
+    """No padding to a multiple of 128, which no kernel here needs and which does not fit sizes such as 576.
+
+    Except at the vocabulary's width: the generator expects logits as wide as the engine makes them.
+    """
+
+    @wraps(original)
+    def init(
+        self: Any, config: Any, key: str, in_features: int, out_features: int, *arguments: Any, **options: Any
+    ) -> None:
+        if out_features != getattr(config, "vocab_size", None):
+            options["pad_to"] = 1
+        original(self, config, key, in_features, out_features, *arguments, **options)
+
+    return init
+
+
+def _cache_alloc(original: Callable[..., None]) -> Callable[..., None]:
+    """Keys and values in fp32: attention reads them without a pass of conversion."""
+
+    def alloc(self: Any, device: torch.device) -> None:
+        self.device = device
+        self.k, self.v = (torch.zeros(self.shape, device=device) if self.shape else None for _ in range(2))
+
+    return alloc
+
+
+def _moe_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The engine sets up routing when it loads to a CUDA device; here on first use."""
+
+    @wraps(original)
+    def forward(self: Any, *arguments: Any, **options: Any) -> Tensor:
+        if self.routing_cfg is None and self.routing_gate is not None:
+            self.load_routing()
+        return original(self, *arguments, **options)
+
+    return forward
+
+
+def _load_autosplit(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[tuple[int, int]]]:
+    """Where the engine spreads a model over the GPUs it sees, load every module to the CPU.
+
+    Yields (modules loaded, modules) as the original does; what the caller says about devices is for GPUs.
+    """
+
+    @wraps(original)
+    def load(self: Any, *arguments: Any, **options: Any) -> Iterator[tuple[int, int]]:
+        loader, modules = self.config.stc, self.modules
+        for index, module in enumerate(modules):
+            yield index, len(modules)
+            deferred = module.can_defer_load()
+            if deferred:
+                loader.begin_deferred_load()
+            module.load(CPU)
+            if deferred:
+                loader.end_deferred_load()
+        loader.close()
+        yield len(modules), len(modules)
+
+    return load
+
+
+PATCHES = (
+    Patch("exllamav3.model.model_ls", "Model_LSMixin._load_autosplit", _load_autosplit),
+    Patch("exllamav3.cache.fp16", "CacheLayer_fp16.alloc", _cache_alloc),
+    Patch("exllamav3.modules.linear", "Linear.__init__", _linear_init),
+    Patch("exllamav3.modules.quant.fp16", "LinearFP16.forward", _by(linear.linear_forward)),
+    Patch("exllamav3.modules.block_sparse_mlp", "BlockSparseMLP.forward", _moe_forward),
+    Patch("exllamav3.modules.attention_fn.dispatch", "attn_fns", _attention_functions),
+    Patch("exllamav3.modules.sliding_attn", "paged_attn_triton_decode", _by(paged_attention)),
+    Patch("exllamav3.modules.sliding_attn", "paged_attn_triton_prefill", _by(paged_attention)),
+    Patch("exllamav3.modules.shared_kv_attn", "paged_attn_triton_decode", _by(paged_attention)),
+    Patch(
+        "exllamav3.modules.gated_delta_net_fn.conv1d",
+        "causal_conv1d_update_slotted_triton",
+        _by(convolution.causal_conv1d_update),
+    ),
+    Patch("exllamav3.modules.gated_delta_net", "_proj_dtype", _by(torch.float)),
+    # Decode steps as captured CUDA graphs.
+    Patch("exllamav3.modules.attn", "_bc_attn_enable", _by(False)),
+    Patch("exllamav3.modules.sliding_attn", "_bc_attn_enable", _by(False)),
+    Patch("exllamav3.modules.shared_kv_attn", "_bc_attn_enable", _by(False)),
+    Patch("exllamav3.modules.attention_fn.bc_mla", "bc_attn_enable", _by(False)),
+)
+
+
+def install() -> None:
+    """Import the engine with the CPU kernels in place.
+
+    Raises:
+        SettingsError: this version of the engine is not built as expected. The message names what is missing.
+    """
+    assert "exllamav3" not in sys.modules, "the CPU kernels must be installed before exllamav3 is imported"
+    kernels = ModuleType("exllamav3.ext")
+    vars(kernels).update(exllamav3_ext=Extension(), extension_name="exllamav3_ext")
+    delta_rules = ModuleType("exllamav3.vendor.fla")
+    vars(delta_rules).update(chunk_gated_delta_rule=delta_net.chunk_gated_delta_rule, chunk_kda=delta_net.chunk_kda)
+    sys.modules.update({module.__name__: module for module in (kernels, delta_rules)})
+    with importable_triton():
+        importlib.import_module(ALL_ARCHITECTURES)
+        for patch in PATCHES:
+            patch.apply()
+    _replace_torch()
+
+
+def _replace_torch() -> None:
+    facade, fp32_facade = torch_facade(), torch_facade(bfloat16=delta_net.INTERMEDIATE_DTYPE)
+    for name in FP32_MODULES:
+        Patch(name, "torch", _by(fp32_facade)).apply()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("exllamav3.") and getattr(module, "torch", None) is torch:
+            vars(module)["torch"] = facade
+
+
+def _incompatible(missing: str) -> SettingsError:
+    version = importlib.metadata.version("exllamav3")
+    return SettingsError(
+        f"exllamav3 {version} has no {missing}, which the CPU kernels replace. They are made for 1.6.4 and 1.6.5: "
+        "install one of these, or use a CUDA GPU."
+    )

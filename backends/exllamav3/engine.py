@@ -1,0 +1,173 @@
+"""The engine's names, for the rest of the package: nothing else imports `exllamav3`, except `cpu/`.
+
+On a machine with a CUDA GPU this is the plain engine. Elsewhere its kernels are replaced by those of `cpu/` before it
+is imported; nothing on the CUDA path touches that package.
+
+Exactly one thread of the process may call torch: with a second one, decoding on the CPU gets two to three times slower
+(see `cpu/`). The number of OpenMP threads is left at torch's default.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+from typing import Literal
+
+import torch
+from loguru import logger
+from packaging.specifiers import SpecifierSet
+from torch import Tensor
+
+from common.errors import SettingsError
+
+ENGINE_REQUIREMENT = SpecifierSet(">=1.6.4,<2", prereleases=True)
+
+
+def check_engine_version(version: str) -> None:
+    """Raise SettingsError for a version whose checkpoint schedule or interfaces are not those relied on."""
+    if not ENGINE_REQUIREMENT.contains(version):
+        raise SettingsError(
+            f"exllamav3 {version} is installed, but this server needs exllamav3 {ENGINE_REQUIREMENT}. "
+            f'Install it with: pip install "exllamav3{ENGINE_REQUIREMENT}"'
+        )
+
+
+def _installed_version() -> str:
+    try:
+        return importlib.metadata.version("exllamav3")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise SettingsError("exllamav3 is not installed. Run start.py, which sets everything up.") from error
+
+
+ENGINE_VERSION = _installed_version()
+check_engine_version(ENGINE_VERSION)
+
+DEVICE: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    from backends.exllamav3 import cpu
+
+    logger.info("No CUDA GPU: exllamav3 {} runs on CPU kernels, which are for trying, not for speed.", ENGINE_VERSION)
+    cpu.install()
+
+# Only now: on the CPU the kernels have to be in place first.
+from exllamav3 import (  # noqa: E402
+    AsyncGenerator,
+    AsyncJob,
+    Cache,
+    CacheLayer_fp16,
+    CacheLayer_quant,
+    Config,
+    Filter,
+    Generator,
+    Job,
+    LLGuidanceFilter,
+    Model,
+    Tokenizer,
+)
+from exllamav3.generator.sampler import (  # noqa: E402
+    SS_DRY,
+    SS_XTC,
+    AdaptivePSampler,
+    ArgmaxSampler,
+    CategoricalSampler,
+    ComboSampler,
+    CustomSampler,
+    DefaultSampler,
+    GreedySampler,
+    GumbelSampler,
+    Sampler,
+    SS_AdaptiveP,
+    SS_Argmax,
+    SS_BanTokens,
+    SS_Base,
+    SS_LogitBias,
+    SS_MinP,
+    SS_NoOp,
+    SS_Normalize,
+    SS_PresFreqP,
+    SS_RepP,
+    SS_Sample,
+    SS_Sample_mn,
+    SS_Sort,
+    SS_Temperature,
+    SS_TopK,
+    SS_TopP,
+    TopKSampler,
+    TopPSampler,
+    dry_sequence_breaker_tokens,
+)
+
+__all__ = [
+    "DEVICE",
+    "ENGINE_VERSION",
+    "SS_DRY",
+    "SS_XTC",
+    "AdaptivePSampler",
+    "ArgmaxSampler",
+    "AsyncGenerator",
+    "AsyncJob",
+    "Cache",
+    "CacheLayer_fp16",
+    "CacheLayer_quant",
+    "CategoricalSampler",
+    "ComboSampler",
+    "Config",
+    "CustomSampler",
+    "DefaultSampler",
+    "Filter",
+    "Generator",
+    "GreedySampler",
+    "GumbelSampler",
+    "Job",
+    "LLGuidanceFilter",
+    "Model",
+    "SS_AdaptiveP",
+    "SS_Argmax",
+    "SS_BanTokens",
+    "SS_Base",
+    "SS_LogitBias",
+    "SS_MinP",
+    "SS_NoOp",
+    "SS_Normalize",
+    "SS_PresFreqP",
+    "SS_RepP",
+    "SS_Sample",
+    "SS_Sample_mn",
+    "SS_Sort",
+    "SS_Temperature",
+    "SS_TopK",
+    "SS_TopP",
+    "Sampler",
+    "Tensor",
+    "Tokenizer",
+    "TopKSampler",
+    "TopPSampler",
+    "check_engine_version",
+    "dry_sequence_breaker_tokens",
+    "gpu_count",
+    "release_memory",
+    "smallest_compute_capability",
+    "token_tensor",
+]
+
+
+def token_tensor(tokens: list[int]) -> Tensor:
+    """Token ids as the engine takes a prompt, (1, tokens)."""
+    return torch.tensor([tokens], dtype=torch.long)
+
+
+def gpu_count() -> int:
+    return torch.cuda.device_count() if DEVICE == "cuda" else 0
+
+
+def smallest_compute_capability(devices: list[int]) -> float:
+    """The lowest CUDA compute capability among GPUs, such as 8.9; infinity for none."""
+    capabilities = (torch.cuda.get_device_capability(device) for device in devices)
+    return min((major + minor / 10 for major, minor in capabilities), default=float("inf"))
+
+
+def release_memory() -> None:
+    """Return to the system what an unloaded model held."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()

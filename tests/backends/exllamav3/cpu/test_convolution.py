@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from backends.exllamav3.cpu.convolution import causal_conv1d_update
+
+WIDTH, CHANNELS, SIZE = 4, 3, 7
+
+
+def naive(past: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(channels, tokens); `past` are the columns before x."""
+    columns = torch.cat((past, x), dim=-1)
+    out = torch.empty_like(x)
+    for channel in range(x.shape[0]):
+        for token in range(x.shape[1]):
+            end = past.shape[1] + token + 1
+            value = sum(float(columns[channel, end - WIDTH + i] * weight[channel, i]) for i in range(WIDTH))
+            value += float(bias[channel]) if bias is not None else 0.0
+            out[channel, token] = value / (1.0 + math.exp(-value))
+    return out
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("token_major", [False, True])
+def test_output_and_state(tokens: int, with_bias: bool, token_major: bool) -> None:
+    state, weight = torch.randn(5, CHANNELS, SIZE), torch.randn(CHANNELS, WIDTH)
+    bias = torch.randn(CHANNELS) if with_bias else None
+    slots = torch.tensor([3, 1], dtype=torch.int32)
+    x = torch.randn(2, CHANNELS, tokens)
+    before = state.clone()
+    given = x.transpose(1, 2).contiguous() if token_major else x
+    out = causal_conv1d_update(given, state, slots, weight, bias, token_major=token_major, transpose_output=True)
+    for row, slot in enumerate(slots.tolist()):
+        past = before[slot, :, :WIDTH]
+        torch.testing.assert_close(out[row].T, naive(past, x[row], weight, bias))
+        newest = torch.cat((past, x[row]), dim=-1)[:, -WIDTH:]
+        assert torch.equal(state[slot, :, :WIDTH], newest)
+    untouched = [0, 2, 4]
+    assert torch.equal(state[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+def test_history_keeps_what_a_rewind_needs(tokens: int) -> None:
+    state, weight, x = torch.randn(1, CHANNELS, SIZE), torch.randn(CHANNELS, WIDTH), torch.randn(1, CHANNELS, tokens)
+    past = state[0, :, :WIDTH].clone()
+    causal_conv1d_update(x, state, torch.tensor([0]), weight, history=True)
+    columns = torch.cat((past, x[0]), dim=-1)
+    for taken_back in range(min(tokens, SIZE - WIDTH) + 1):
+        end = SIZE - taken_back
+        kept = columns[:, : columns.shape[1] - taken_back][:, -WIDTH:]
+        assert torch.equal(state[0, :, end - WIDTH : end], kept)
+
+
+def test_pieces_give_what_the_whole_gives() -> None:
+    weight, x = torch.randn(CHANNELS, WIDTH), torch.randn(1, CHANNELS, 10)
+    options: dict[str, Any] = {"slots": torch.tensor([0]), "weight": weight}
+    whole = causal_conv1d_update(x, torch.zeros(1, CHANNELS, WIDTH), **options)
+    state = torch.zeros(1, CHANNELS, WIDTH)
+    pieces = [causal_conv1d_update(piece, state, **options) for piece in x.split([1, 6, 3], dim=-1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=-1), whole)
+
+
+def test_output_type() -> None:
+    x = torch.randn(1, CHANNELS, 2).half()
+    state, slots, weight = torch.zeros(1, CHANNELS, WIDTH), torch.tensor([0]), torch.randn(CHANNELS, WIDTH)
+    assert causal_conv1d_update(x, state, slots, weight).dtype == torch.half
+    assert causal_conv1d_update(x, state, slots, weight, out_dtype=torch.float).dtype == torch.float

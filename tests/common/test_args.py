@@ -1,0 +1,67 @@
+"""The command line. That every setting is an option with the right effect is tested in test_tabby_config.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.args import Arguments, build_parser, parse_arguments
+from common.settings_catalog import ALL_SETTINGS, CATALOG
+
+
+def test_nothing_given_serves() -> None:
+    assert parse_arguments([]) == Arguments("serve")
+
+
+def test_values_are_texts_by_section_and_key() -> None:
+    arguments = parse_arguments(
+        ["--model-dir", "D", "--port=5001", "--disable-auth", "true", "--gpu-split", "20", "24", "--config", "my.yml"]
+    )
+    assert arguments.options == {
+        "network": {"port": "5001", "disable_auth": "true"},
+        "model": {"model_dir": "D", "gpu_split": ["20", "24"]},
+    }
+    assert arguments.config_file == "my.yml"
+
+
+@pytest.mark.parametrize("option", ["--model-name", "--gpu-split"])
+def test_empty_value_is_unset(option: str) -> None:
+    assert parse_arguments([option, ""]).options == {}
+
+
+def test_export_config() -> None:
+    assert parse_arguments(["export-config"]).export_path == "config_sample.yml"
+    arguments = parse_arguments(["--port", "1", "export-config", "--export-path", "x.yml"])
+    assert (arguments.command, arguments.export_path) == ("export-config", "x.yml")
+    assert arguments.options == {"network": {"port": "1"}}
+
+
+def test_export_openapi() -> None:
+    assert parse_arguments(["export-openapi"]) == Arguments("export-openapi", export_path="openapi.json")
+    arguments = parse_arguments(
+        ["--api-servers", "OAI", "--port", "1", "export-openapi", "--api-servers", "oai", "kobold"]
+    )
+    assert arguments.api_servers == ["oai", "kobold"]
+    assert arguments.options["network"]["api_servers"] == "OAI"
+
+
+@pytest.mark.parametrize("argv", [["--max-seq-lem", "4096"], ["--max-seq-lem=4096"], ["--port", "1", "--max-seq-lem"]])
+def test_unknown_option_names_the_nearest(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        parse_arguments(argv)
+    assert raised.value.code == 2
+    assert "Unknown option --max-seq-lem. Did you mean --max-seq-len?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--port"], ["nonsense"], ["--disable-auth"]])
+def test_what_cannot_be_read_exits_with_a_message(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(argv)
+    assert "main.py: error:" in capsys.readouterr().err
+
+
+def test_help_lists_every_setting_under_its_section() -> None:
+    text = build_parser().format_help()
+    assert all(f"  {setting.option} " in text for setting in ALL_SETTINGS)
+    assert all(f"\n{section}:\n" in text for section in CATALOG)
+    assert "export-config" in text
+    assert "export-openapi" in text

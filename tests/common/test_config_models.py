@@ -1,0 +1,191 @@
+"""The settings' limits, on the model's section and on the load request alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from common.config_models import (
+    DraftModelConfig,
+    LoadSettings,
+    ModelConfig,
+    ModelParameters,
+    NetworkConfig,
+    Settings,
+)
+from common.settings_catalog import ALL_SETTINGS, CATALOG, did_you_mean
+from endpoints.core.types.model import DraftModelLoadRequest, ModelLoadRequest
+
+INTERVALS = ["recurrent_checkpoint_interval", "recurrent_checkpoint_interval_pp"]
+
+
+def model_config(**values: Any) -> ModelConfig:
+    return ModelConfig(**values)
+
+
+def load_request(**values: Any) -> ModelLoadRequest:
+    return ModelLoadRequest(model_name="m", **values)
+
+
+both = pytest.mark.parametrize("make", [model_config, load_request])
+
+
+@both
+@pytest.mark.parametrize("key", INTERVALS)
+class TestCheckpointIntervals:
+    @pytest.mark.parametrize(("given", "read"), [(256, 256), (1024, 1024), (2048, 2048), ("2048", 2048), (None, None)])
+    def test_accepted(self, make: Any, key: str, given: object, read: object) -> None:
+        assert getattr(make(**{key: given}), key) == read
+
+    @pytest.mark.parametrize("given", [1000, 0, -256, 1.5, True, False, "x", "1000", [1024]])
+    def test_refused(self, make: Any, key: str, given: object) -> None:
+        with pytest.raises(ValidationError) as raised:
+            make(**{key: given})
+        assert raised.value.errors()[0]["loc"] == (key,)
+
+    def test_unset_by_default(self, make: Any, key: str) -> None:
+        assert getattr(make(), key) is None
+
+
+@both
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("cache_size", 1000),
+        ("cache_size", 0),
+        ("chunk_size", 0),
+        ("chunk_size", True),
+        ("cache_mode", "Q5"),
+        ("cache_mode", "9,4"),
+        ("max_seq_len", -2),
+        ("max_batch_size", 0),
+        ("gpu_split", [-1]),
+        ("gpu_split", [float("inf")]),
+        ("gpu_split", [True]),
+        ("backend", "exllamav2"),
+        ("tensor_parallel_backend", "mpi"),
+        ("template_vars_force", "no mapping"),
+        ("template_vars_force", "{broken"),
+    ],
+)
+def test_other_limits_hold_on_both(make: Any, key: str, value: object) -> None:
+    with pytest.raises(ValidationError):
+        make(**{key: value})
+
+
+@both
+@pytest.mark.parametrize(("given", "read"), [("fp16", "FP16"), ("Q8", "Q8"), ("8 , 4", "8,4"), ("2,8", "2,8")])
+def test_cache_mode_is_normalised(make: Any, given: str, read: str) -> None:
+    assert make(cache_mode=given).cache_mode == read
+
+
+@pytest.mark.parametrize("model", [DraftModelConfig, DraftModelLoadRequest])
+def test_draft_takes_pairs_and_automatic_alpha(model: type[DraftModelConfig]) -> None:
+    draft = model(draft_cache_mode="8,4", draft_rope_alpha="auto")
+    assert (draft.draft_cache_mode, draft.draft_rope_alpha) == ("8,4", "auto")
+
+
+def test_load_request_offers_every_model_parameter() -> None:
+    assert set(ModelParameters.model_fields) < set(ModelLoadRequest.model_fields)
+    assert {"model_name", "skip_queue", "draft_model"} < set(ModelLoadRequest.model_fields)
+
+
+def test_load_request_gives_only_what_was_sent() -> None:
+    request = load_request(cache_mode=None, chunk_size=2048, draft_model={"draft_model_name": "d", "draft_mode": None})
+    assert request.parameters() == {"chunk_size": 2048, "draft_model": {"draft_model_name": "d"}}
+
+
+def test_load_request_needs_a_name() -> None:
+    with pytest.raises(ValidationError):
+        ModelLoadRequest(chunk_size=1024)  # type: ignore[call-arg]  # what is tested
+
+
+@pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)
+def test_null_is_the_default(setting: Any) -> None:
+    settings = Settings.model_validate({setting.section: {setting.key: None}})
+    assert settings == Settings()
+    assert setting.key not in getattr(settings, setting.section).model_fields_set
+
+
+@pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)
+def test_every_setting_is_described(setting: Any) -> None:
+    assert setting.description.endswith((".", "]."))
+    assert setting.allowed
+    assert not setting.is_ignored(setting.default)
+
+
+def test_option_names_are_unique() -> None:
+    options = [setting.option for setting in ALL_SETTINGS]
+    assert len(options) == len(set(options))
+
+
+def test_sections_stand_in_the_usual_order() -> None:
+    assert list(CATALOG) == [
+        "network",
+        "logging",
+        "model",
+        "draft_model",
+        "lora",
+        "embeddings",
+        "sampling",
+        "memory",
+        "developer",
+    ]
+    assert next(iter(CATALOG["model"])) == "model_dir"
+
+
+@pytest.mark.parametrize(("given", "read"), [(["OAI"], ["oai"]), ("OAI, Kobold", ["oai", "kobold"]), ([], ["oai"])])
+def test_api_servers(given: Any, read: list[str]) -> None:
+    assert NetworkConfig(api_servers=given).api_servers == read
+
+
+@pytest.mark.parametrize("given", [["*"], ["loopback", "https://chat.example.com"], ["http://[::1]:8000"], []])
+def test_cors_origins_accepted(given: list[str]) -> None:
+    assert NetworkConfig(cors_origins=given).cors_origins == given
+
+
+@pytest.mark.parametrize("given", [["example.com"], ["https://example.com/"], ["*", "loopback"], ["file://x"]])
+def test_cors_origins_refused(given: list[str]) -> None:
+    with pytest.raises(ValidationError):
+        NetworkConfig(cors_origins=given)
+
+
+@pytest.mark.parametrize(("given", "read"), [(False, "off"), (True, "on"), ("auto", "auto"), ("off", "off")])
+def test_reasoning_mode_as_yaml_writes_it(given: Any, read: str) -> None:
+    assert ModelConfig(reasoning_mode=given).reasoning_mode == read
+
+
+def test_reasoning_false_is_unset() -> None:
+    assert ModelConfig(reasoning=False) == ModelConfig()
+    assert ModelConfig(reasoning=True).reasoning is True
+
+
+def test_deprecated_thinking_flag_yields_to_the_variable() -> None:
+    assert ModelConfig(force_enable_thinking=True).forced_template_variables() == {"enable_thinking": True}
+    explicit = ModelConfig(force_enable_thinking=True, template_vars_force={"enable_thinking": False})
+    assert explicit.forced_template_variables() == {"enable_thinking": False}
+    assert ModelConfig().forced_template_variables() == {}
+
+
+def test_load_settings_survive_the_way_to_the_engine() -> None:
+    settings = LoadSettings(model=ModelConfig(cache_mode="8,4", gpu_split=[20, 24], reasoning_mode="off"))
+    assert LoadSettings.model_validate_json(settings.model_dump_json()) == settings
+
+
+def test_values_do_not_change() -> None:
+    model: BaseModel = ModelConfig()
+    with pytest.raises(ValidationError):
+        model.chunk_size = 1  # type: ignore[attr-defined]  # what is tested
+
+
+def test_unknown_keys_of_a_load_request_are_warned_about(log_lines: list[str]) -> None:
+    load_request(max_seq_lenn=4096, draft_model={"draft_tokens": 3})
+    assert any("max_seq_lenn" in line and "Did you mean max_seq_len?" in line for line in log_lines)
+    assert any("draft_model.draft_tokens" in line for line in log_lines)
+    assert len(log_lines) == 2
+
+
+def test_nothing_is_suggested_for_a_word_that_is_far_from_all() -> None:
+    assert did_you_mean("zzz", CATALOG["model"]) == ""

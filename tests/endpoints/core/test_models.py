@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from openai import NotFoundError
+
+from common.errors import ErrorRecord
+from tests.endpoints.running import RunningServer, eventually, running_server
+from tests.scripted import ScriptedEngine
+from tests.scripted_worker import ModelScript, Script
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def names(response: httpx.Response) -> list[str]:
+    assert response.status_code == 200, response.text
+    return [card["id"] for card in response.json()["data"]]
+
+
+def load_frames(server: RunningServer, **body: object) -> list[dict[str, Any]]:
+    response = server.admin.post("/v1/model/load", json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["Content-Type"].startswith("text/event-stream")
+    *data, done = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    assert done == "[DONE]"
+    return [json.loads(entry) for entry in data]
+
+
+def test_without_a_model_the_server_is_healthy_and_not_ready(empty_server: RunningServer) -> None:
+    assert empty_server.anonymous.get("/health").json() == {"status": "healthy", "issues": []}
+    response = empty_server.anonymous.get("/ready")
+    assert response.status_code == 503
+    assert "No model is loaded" in response.json()["detail"]
+    for method, path in (("GET", "/v1/model"), ("GET", "/props"), ("POST", "/v1/model/unload")):
+        assert empty_server.admin.request(method, path).status_code == 503
+    for path, body in (
+        ("/v1/token/encode", {"text": "x"}),
+        ("/v1/token/decode", {"tokens": [1]}),
+        ("/v1/completions", {"prompt": "x", "model": "gpt-4o"}),
+        ("/v1/chat/completions", HI | {"stream": True}),
+    ):
+        response = empty_server.http.post(path, json=body)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "model_not_loaded")
+    assert names(empty_server.http.get("/v1/models")) == []
+    assert names(empty_server.admin.get("/v1/models")) == ["alpha", "beta"]
+
+
+def test_lists_name_the_loaded_model_first(empty_server: RunningServer) -> None:
+    (empty_server.engine.model_dir / "no-model").mkdir()
+    empty_server.load("beta")
+    for path in ("/v1/models", "/v1/model/list"):
+        assert names(empty_server.http.get(path)) == ["beta"]
+        assert names(empty_server.admin.get(path)) == ["beta", "alpha"]
+    assert empty_server.anonymous.get("/ready").json() == {"status": "ready", "model": "beta"}
+
+
+def test_the_openai_client_lists_and_retrieves(server: RunningServer) -> None:
+    with server.openai() as client:
+        assert [model.id for model in client.models.list()] == ["alpha"]
+        model = client.models.retrieve("alpha")
+        assert (model.id, model.object) == ("alpha", "model")
+        with pytest.raises(NotFoundError) as caught:
+            client.models.retrieve("beta")
+    assert caught.value.code == "model_not_found"
+    assert server.admin.get("/v1/models/beta").json()["id"] == "beta"
+
+
+def test_card_of_the_loaded_model(server: RunningServer) -> None:
+    card = server.http.get("/v1/model").json()
+    assert card["id"] == "alpha"
+    parameters = card["parameters"]
+    expected = {
+        "max_seq_len": 4096,
+        "cache_size": 4096,
+        "max_batch_size": 4,
+        "cache_mode": "FP16",
+        "chunk_size": 2048,
+        "use_vision": False,
+        "rope_scale": 1.0,
+        "rope_alpha": 1.0,
+        "draft": None,
+        "prompt_template": "chat_template",
+        "recurrent_checkpoint_interval": 2048,
+        "recurrent_checkpoint_interval_pp": 32768,
+        "recurrent_checkpoint_bytes": 1000,
+        "recurrent_checkpoint_capacity": 4,
+    }
+    assert {name: parameters[name] for name in expected} == expected
+    assert "<|im_start|>" in parameters["prompt_template_content"]
+    props = server.http.get("/props").json()
+    assert props["chat_template"] == parameters["prompt_template_content"]
+    assert props["default_generation_settings"] == {"n_ctx": 4096}
+    assert props["total_slots"] == 4
+
+
+def test_a_model_without_recurrent_layers_has_no_checkpoints(scripted: ScriptedEngine) -> None:
+    scripted.write(Script(models={"alpha": ModelScript(recurrent=False)}))
+    with running_server(scripted).running() as server:
+        server.load("alpha")
+        parameters = server.http.get("/v1/model").json()["parameters"]
+    checkpoints = {name: value for name, value in parameters.items() if name.startswith("recurrent_")}
+    assert len(checkpoints) == 4
+    assert set(checkpoints.values()) == {None}
+
+
+def test_a_load_tells_its_progress_and_ends(empty_server: RunningServer) -> None:
+    frames = load_frames(empty_server, model_name="alpha", recurrent_checkpoint_interval=1024, max_seq_len=2048)
+    assert frames == [
+        {"model_type": "model", "module": module, "modules": 3, "status": status}
+        for module, status in ((1, "processing"), (2, "processing"), (3, "processing"), (3, "finished"))
+    ]
+    parameters = empty_server.http.get("/v1/model").json()["parameters"]
+    assert parameters["recurrent_checkpoint_interval"] == 1024
+    assert parameters["max_seq_len"] == 2048
+    again = load_frames(empty_server, model_name="alpha", recurrent_checkpoint_interval=1024, max_seq_len=2048)
+    assert [frame["status"] for frame in again] == ["processing", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 400, "model_name"),
+        ({"model_name": ""}, 400, "model_name"),
+        ({"model_name": "../alpha"}, 400, "model_name"),
+        ({"model_name": "gamma"}, 404, "model_name"),
+        ({"model_name": "alpha", "recurrent_checkpoint_interval": 1000}, 400, "recurrent_checkpoint_interval"),
+        ({"model_name": "alpha", "recurrent_checkpoint_interval_pp": 0}, 400, "recurrent_checkpoint_interval_pp"),
+        ({"model_name": "alpha", "cache_size": 1000}, 400, "cache_size"),
+        ({"model_name": "alpha", "prompt_template": "none-such"}, 400, "prompt_template"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_before_anything_is_touched(
+    server: RunningServer, body: dict[str, object], status: int, param: str
+) -> None:
+    response = server.admin.post("/v1/model/load", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param)
+    assert server.http.get("/v1/model").json()["id"] == "alpha"
+
+
+def test_a_failed_load_is_told_and_the_old_model_is_back(scripted: ScriptedEngine) -> None:
+    error = ErrorRecord(code="model_load_failed", message="the weights are torn")
+    scripted.write(Script(models={"beta": ModelScript(load_error=error)}))
+    with running_server(scripted).running() as server:
+        server.load("alpha")
+        response = server.admin.post("/v1/model/load", json={"model_name": "beta"})
+        # Where the error comes soon it is a plain response, where it comes late it is a frame.
+        assert "the weights are torn" in response.text
+        assert server.http.post("/v1/chat/completions", json=HI).json()["model"] == "alpha"
+
+
+def test_a_load_goes_on_when_its_client_goes(scripted: ScriptedEngine) -> None:
+    scripted.write(Script(models={"alpha": ModelScript(load_seconds=2.0)}))
+    with running_server(scripted).running() as server:
+        with server.admin.stream("POST", "/v1/model/load", json={"model_name": "alpha"}) as response:
+            assert "processing" in next(line for line in response.iter_lines() if line.startswith("data: "))
+        assert server.manager.state == "loading"
+        assert "being loaded" in server.anonymous.get("/ready").json()["detail"]
+        eventually(lambda: server.manager.state == "ready")
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_unload(empty_server: RunningServer, method: str) -> None:
+    empty_server.load("alpha")
+    response = empty_server.admin.request(method, "/v1/model/unload")
+    assert (response.status_code, response.json()) == (200, None)
+    assert empty_server.anonymous.get("/ready").status_code == 503
+
+
+def test_a_chat_template_by_name(empty_server: RunningServer) -> None:
+    empty_server.load("alpha", prompt_template="alpaca")
+    assert empty_server.http.get("/v1/model").json()["parameters"]["prompt_template"] == "alpaca"
+    empty_server.http.post("/v1/chat/completions", json=HI)
+    assert empty_server.engine.history()[-1].prompt == "### Instruction:\nhi\n\n### Response:\n"
+
+
+def test_service_info(server: RunningServer) -> None:
+    info = server.anonymous.get("/.well-known/serviceinfo").json()
+    assert info["api"]["openai"]["relative_url"] == "/v1"

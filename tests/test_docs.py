@@ -1,0 +1,258 @@
+"""The pages for users say what is true: what they name exists, and their examples work."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import httpx
+import pytest
+from ruamel.yaml import YAML
+
+import start
+from common.auth import KeyStore
+from common.config_models import Settings
+from common.sampling import SamplerPresets
+from common.settings_catalog import ALL_SETTINGS, CATALOG, SECTIONS, unknown_keys
+from endpoints.server import create_app, route_table
+from tests.endpoints.running import CHATML, RunningServer
+from tests.scripted import ScriptedEngine
+from tests.scripted_worker import Script
+
+ROOT = Path(start.__file__).parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+USAGE = ROOT / "docs" / "03.-Usage.md"
+MOVING = ROOT / "docs" / "Coming-from-TabbyAPI.md"
+GETTING_STARTED = ROOT / "docs" / "01.-Getting-Started.md"
+
+# Made when the server runs, or by its user.
+NOT_IN_THE_TREE = {
+    *("config.yml", "config.yml.bak", "other.yml", "api_tokens.yml", "openapi.json", ".venv/installation.json"),
+    *("tabby_config.yml", "tabby_template.jinja", "models/", "logs/"),
+    *("chat_template.jinja", "chat_template.json", "tokenizer_config.json", "tokenizer.json", "config.json"),
+    "/openapi.json",  # a route
+}
+OPTIONS_OF_OTHER_PROGRAMS = {"--local-dir", "--model"}
+OLD_LAYOUT = {"model.draft", "model.lora"}
+BASE_URL = "http://127.0.0.1:5000"
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE)
+
+
+def code(text: str) -> list[str]:
+    """Fenced blocks and inline code."""
+    fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    return [*fenced, *inline]
+
+
+def section(page: Path, heading: str) -> str:
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text_of(page), re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def anchors(page: Path) -> set[str]:
+    """As code hosts make them from headings."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@each_page
+def test_files_exist(page: Path) -> None:
+    tree = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    files = {f"/{line}" for line in tree.stdout.splitlines()}
+    if not files:
+        pytest.skip("not a git working tree")
+    folders = {f"{parent.as_posix()}/" for name in files for parent in Path(name).parents}
+    for name in code(text_of(page)):
+        if not re.fullmatch(r"[\w./-]+(\.(py|yml|md|txt|sh|bat|jinja|toml|json)|/)", name) or name in NOT_IN_THE_TREE:
+            continue
+        assert any(known.endswith("/" + name.removeprefix("./")) for known in files | folders), name
+
+
+@each_page
+def test_command_line_options_exist(page: Path) -> None:
+    known = {setting.option for setting in ALL_SETTINGS} | {"--config", "--help"} | OPTIONS_OF_OTHER_PROGRAMS
+    for source in [ROOT / "start.py", *(ROOT / "tools").glob("*.py"), *(ROOT / "common").glob("args.py")]:
+        known.update(re.findall(r'"(--[a-z][a-z0-9-]+)"', source.read_text(encoding="utf-8")))
+    known.update(re.findall(r"--[a-z][a-z0-9-]+", (ROOT / "scripts" / "test").read_text(encoding="utf-8")))
+    named = {option for piece in code(text_of(page)) for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", piece)}
+    assert named - known == set()
+
+
+@each_page
+def test_settings_exist(page: Path) -> None:
+    names = {setting.name for setting in ALL_SETTINGS} | OLD_LAYOUT
+    variables = {setting.variable for setting in ALL_SETTINGS} | {"TABBY_LOG_LEVEL", "TABBY_SECTION_KEY"}
+    for piece in code(text_of(page)):
+        if re.fullmatch(rf"({'|'.join(CATALOG)})\.(?!py$)\w+", piece):
+            assert piece in names
+        assert set(re.findall(r"TABBY_[A-Z_]+", piece)) <= variables
+
+
+@each_page
+def test_yaml_can_be_used(page: Path) -> None:
+    for block in blocks(page, "yaml"):
+        content = YAML(typ="safe", pure=True).load(block)
+        if content.keys() <= CATALOG.keys():
+            for name, values in content.items():
+                assert list(unknown_keys(name, values, CATALOG[name], page.name)) == []
+                SECTIONS[name].model_validate(values)
+        else:
+            presets = SamplerPresets()
+            presets.replace(content)
+            assert presets.overrides.keys() == content.keys()
+
+
+# --- routes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def routes(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    manager = ScriptedEngine(tmp_path_factory.mktemp("routes")).manager()
+    return {_without_names(row.path) for row in route_table(create_app(Settings(), manager, None))}
+
+
+def _without_names(path: str) -> str:
+    return re.sub(r"\{[^}]*\}", "{}", path)
+
+
+def named_routes(text: str) -> set[str]:
+    found = re.findall(
+        r"(?<![\w.])(?:http://[\w.:]+)?(/(?:v1/|api/|health|ready|props)[\w/{}]*)", "\n".join(code(text))
+    )
+    return {_without_names(path) for path in found}
+
+
+@each_page
+def test_routes_exist(page: Path, routes: set[str]) -> None:
+    missing = section(MOVING, "Not there yet") if page == MOVING else ""
+    assert named_routes(text_of(page).replace(missing, "")) <= routes
+
+
+def test_routes_said_to_be_missing_are_missing(routes: set[str]) -> None:
+    missing = named_routes(section(MOVING, "Not there yet"))
+    assert "/v1/embeddings" in missing
+    assert missing & routes == set()
+
+
+# --- messages and examples ----------------------------------------------------------------------------------------
+
+
+def test_messages_in_the_list_of_troubles_exist() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for folder in ("common", "backends") for path in _python(folder))
+    source += "".join((ROOT / name).read_text(encoding="utf-8") for name in ("start.py", "endpoints/server.py"))
+    source += (ROOT / "endpoints" / "routing.py").read_text(encoding="utf-8")
+    quoted = re.findall(r'^\| "([^"]+)"', section(GETTING_STARTED, "When something goes wrong"), re.MULTILINE)
+    assert len(quoted) > 5
+    assert [message for message in quoted if message not in source] == []
+
+
+def _python(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def example_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server with the model NAME, and keys as it makes them itself, in `engine.root`."""
+    engine = ScriptedEngine(tmp_path_factory.mktemp("examples"))
+    (engine.add_model("NAME") / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    engine.write(Script())
+    (engine.root / "presets").mkdir()
+    shutil.copy(ROOT / "sampler_overrides" / "safe_defaults.yml", engine.root / "presets")
+    keys = KeyStore.open(engine.root / "api_tokens.yml", io.StringIO())
+    settings = Settings.model_validate({"network": {"port": 0}, "model": {"model_dir": str(engine.model_dir)}})
+    with RunningServer(engine, settings, keys).running() as running:
+        yield running
+
+
+@pytest.fixture
+def example_variables(example_server: RunningServer) -> Mapping[str, str]:
+    """The keys, as variables of the shell; the model is loaded."""
+    keys = YAML(typ="safe", pure=True).load(example_server.engine.root / "api_tokens.yml")
+    load = httpx.post(
+        f"{example_server.base_url}/v1/model/load",
+        json={"model_name": "NAME"},
+        headers={"x-admin-key": keys["admin_key"]},
+    )
+    assert '"finished"' in load.text
+    return {"API_KEY": keys["api_key"], "ADMIN_KEY": keys["admin_key"]}
+
+
+def run_shell(script: str, server: RunningServer, variables: Mapping[str, str] | None = None) -> str:
+    """Run an example in the folder of the key file; a response that is an error fails."""
+    if shutil.which("curl") is None or os.name == "nt":
+        pytest.skip("needs curl and a POSIX shell")
+    prelude = 'set -eu\ncurl() { command curl --silent --show-error --fail-with-body "$@"; echo; }\n'
+    done = subprocess.run(
+        ["bash", "-c", prelude + script.replace(BASE_URL, server.base_url)],
+        cwd=server.engine.root,
+        env={**os.environ, **(variables or {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.usefixtures("example_variables")
+def test_first_request_with_curl(example_server: RunningServer) -> None:
+    (example,) = (block for block in blocks(README, "sh") if "curl" in block)
+    assert '"chat.completion"' in run_shell(example, example_server)
+
+
+def test_first_request_with_the_openai_client(
+    example_server: RunningServer, example_variables: Mapping[str, str]
+) -> None:
+    (example,) = blocks(README, "python")
+    done = subprocess.run(
+        [sys.executable, "-c", example.replace(BASE_URL, example_server.base_url)],
+        env={**os.environ, **example_variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "Hello world\n"
+
+
+@pytest.mark.parametrize("number", range(sum("curl" in block for block in blocks(USAGE, "sh"))))
+def test_examples_of_usage(number: int, example_server: RunningServer, example_variables: Mapping[str, str]) -> None:
+    example = [block for block in blocks(USAGE, "sh") if "curl" in block][number]
+    assert run_shell(example, example_server, example_variables).strip()
+
+
+def test_usage_reads_both_keys(example_server: RunningServer, example_variables: Mapping[str, str]) -> None:
+    example = blocks(USAGE, "sh")[0]
+    shown = run_shell(example + 'echo "$API_KEY $ADMIN_KEY"', example_server).split()
+    assert shown == [example_variables["API_KEY"], example_variables["ADMIN_KEY"]]
