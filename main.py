@@ -12,7 +12,7 @@ from pathlib import Path
 from loguru import logger
 
 from backends.manager import ModelManager
-from common.args import Arguments, parse_arguments
+from common.args import parse_arguments
 from common.auth import KeyStore
 from common.config_models import Settings
 from common.errors import ServerError, SettingsError
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         loaded = load_settings(arguments.options, config_file=arguments.config_file)
         if arguments.command == "export-openapi":
-            export_openapi(loaded.settings, arguments)
+            export_openapi(loaded.settings, Path(arguments.export_path))
             return 0
         setup_logging(loaded.settings.logging)
         for warning in loaded.warnings:
@@ -45,12 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def export_openapi(settings: Settings, arguments: Arguments) -> None:
-    if arguments.api_servers:
-        network = settings.network.model_copy(update={"api_servers": arguments.api_servers})
-        settings = settings.model_copy(update={"network": network})
+def export_openapi(settings: Settings, path: Path) -> None:
     app = create_app(settings, ModelManager(Path(settings.model.model_dir)), keys=None)
-    Path(arguments.export_path).write_text(json.dumps(app.openapi(), indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(app.openapi(), indent=2) + "\n", encoding="utf-8")
 
 
 async def run_server(loaded: LoadedSettings) -> None:

@@ -22,7 +22,7 @@ PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 RECORD = VENV / "installation.json"
 CONSTRAINTS = ROOT / "constraints.txt"
 DEMO_MODEL = "SmolLM2-135M-Instruct"
-SUBCOMMANDS = {"download", "export-config", "export-openapi"}
+SUBCOMMANDS = {"export-config", "export-openapi"}
 EPILOG = """\
 Every other argument goes to main.py (see `main.py --help`), which takes relative paths from this folder.
 The choices made here are kept for later starts; --reinstall forgets them.

@@ -12,7 +12,8 @@ from loguru import logger
 from backends.client import WORKER_COMMAND, EngineClient
 from backends.messages import LoadProgress
 from common.config_models import LoadSettings
-from common.errors import InvalidRequest, ModelLoadFailed, ModelNotFound, ModelNotLoaded, ServerError
+from common.errors import ModelLoadFailed, ModelNotLoaded, ServerError
+from common.model_folder import model_folder
 
 ManagerState: TypeAlias = Literal["empty", "loading", "ready", "failed"]
 ReportProgress: TypeAlias = Callable[[LoadProgress], None]
@@ -72,24 +73,8 @@ class ModelManager:
         return sorted(names, key=lambda name: (name.casefold(), name))
 
     def resolve(self, name: str) -> Path:
-        """Folder of the model `name`, a path relative to `model_dir`.
-
-        Raises:
-            InvalidRequest: the name is empty or leads out of `model_dir`. A folder that is linked into it is inside.
-            ModelNotFound: there is no such folder, or it holds no config.json.
-        """
-        relative = Path(name)
-        if not name.strip() or relative.is_absolute() or ".." in relative.parts or "\0" in name:
-            raise InvalidRequest(
-                f"model_name {name!r} must name a folder inside the model directory.", param="model_name"
-            )
-        directory = self.model_dir.absolute() / relative
-        if not (directory / "config.json").is_file():
-            raise ModelNotFound(
-                f"There is no model {name!r}: the model directory has no such folder with a config.json.",
-                param="model_name",
-            )
-        return directory
+        """Folder of the model `name`; see `model_folder` for what it raises."""
+        return model_folder(self.model_dir, name)
 
     # --- changes ------------------------------------------------------------------------------------------------
 

@@ -220,6 +220,9 @@ def run(create: CreateContainer) -> None:
 
 
 def create_container(directory: Path, settings: LoadSettings) -> Container:
+    if settings.memory.cuda_malloc_async:
+        # Read by torch when it is imported; what the user has set stays.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     # Imported here: the import takes seconds and logs, and a process that only reuses `run` shall not need the engine.
     from backends.exllamav3.model import ExllamaV3Container
 

@@ -21,14 +21,12 @@ class Arguments:
         options: the values of single options, by section and key; not yet checked.
         config_file: the file given by `--config`.
         export_path: where a sub-command writes.
-        api_servers: the front ends whose routes `export-openapi` writes; None for those of the settings.
     """
 
     command: Command = "serve"
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     config_file: str | None = None
     export_path: str = ""
-    api_servers: list[str] | None = None
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -86,10 +84,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
             value = value[0]
         if value:
             options.setdefault(setting.section, {})[setting.key] = value
+    # argparse cannot give an option of a sub-command the place of the same one before it.
+    if servers := parsed.get("exported_servers"):
+        options.setdefault("network", {})["api_servers"] = servers
     return Arguments(
         command=parsed["command"] or "serve",
         options=options,
         config_file=parsed["config"],
         export_path=parsed.get("export_path", ""),
-        api_servers=parsed.get("exported_servers"),
     )

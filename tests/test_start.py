@@ -302,7 +302,7 @@ def test_the_demo_model_is_made_once(empty_folder: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--model-name", "m"], ["--config", "c.yml"], ["--config=c.yml"], ["export-config"], ["download", "a/b"]],
+    [["--model-name", "m"], ["--config", "c.yml"], ["--config=c.yml"], ["export-config"]],
 )
 def test_no_demo_model_where_something_is_asked_for(empty_folder: Path, arguments: list[str]) -> None:
     assert start.demo_arguments(arguments) == []

@@ -129,6 +129,7 @@ class EngineJob:
 
 
 def _prompt_ids(request: GenerationRequest, tokenizer: Tokenizer, add_bos: bool) -> Tensor:
+    ids: Tensor
     if isinstance(request.prompt, str):
         ids = tokenizer.encode(
             request.prompt,

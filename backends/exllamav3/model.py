@@ -37,6 +37,7 @@ from backends.messages import LoadProgress, ModelComponent, ModelInfo
 from common.config_models import LoadSettings
 from common.errors import InvalidRequest, Unsupported
 from common.generation import GenerationRequest
+from common.model_folder import model_folder
 
 PAGE_SIZE = 256  # tokens, the engine's
 MIB = 1024**2
@@ -123,9 +124,6 @@ class ExllamaV3Container:
             cache_size=self.dimensions.cache_size,
             default_interval=self.model.caps.get("default_recurrent_checkpoint_interval", DEFAULT_INTERVAL),
         )
-        for warning in self.warnings:
-            logger.warning(warning)
-
         window = self.draft.window if self.draft else 0
         self.cache = self._new_cache(self.model, model_settings.cache_mode, window)
         self.draft_cache = (
@@ -133,6 +131,12 @@ class ExllamaV3Container:
             if self.draft and self.draft.model
             else None
         )
+        self.cpu_cache_bytes = settings.memory.sysmem_kv_cache * MIB
+        if self.cpu_cache_bytes and DEVICE == "cpu":
+            self.warnings.append("memory.sysmem_kv_cache: the CPU kernels have no second page tier; it is left out.")
+            self.cpu_cache_bytes = 0
+        for warning in self.warnings:
+            logger.warning("{}", warning)
 
     # --- checks and derived values ------------------------------------------------------------------------------
 
@@ -195,15 +199,10 @@ class ExllamaV3Container:
 
     def _draft(self) -> Draft | None:
         settings = self.settings.draft_model
-        mode = settings.draft_mode or "model"
+        mode = settings.draft_mode
         if mode == "ngram":
-            if settings.ngram_match_min is not None and settings.ngram_match_min < 1:
-                raise InvalidRequest(
-                    f"draft_model.ngram_match_min is {settings.ngram_match_min}; draft_mode ngram needs at least 1.",
-                    param="draft_model.ngram_match_min",
-                )
             tokens = settings.draft_num_tokens or DEFAULT_DRAFT_TOKENS
-            return Draft(mode, None, None, tokens, settings.ngram_match_min or 2, window=tokens)
+            return Draft(mode, None, None, tokens, settings.ngram_match_min, window=tokens)
         if mode == "mtp":
             if "mtp" not in self.config.model_classes:
                 raise InvalidRequest(
@@ -213,7 +212,9 @@ class ExllamaV3Container:
             model = Model.from_config(self.config, component="mtp")
             return self._model_draft(mode, self.directory.name, model)
         if mode == "model" and settings.draft_model_name:
-            directory = Path(settings.draft_model_dir).absolute() / settings.draft_model_name
+            directory = model_folder(
+                Path(settings.draft_model_dir), settings.draft_model_name, "draft_model.draft_model_name"
+            )
             model = Model.from_config(_read_config(directory))
             return self._model_draft(mode, directory.name, model)
         return None
@@ -230,10 +231,11 @@ class ExllamaV3Container:
             "max_history": history,
         }
         bits = _cache_bits(mode or "FP16")
+        if bits is not None and DEVICE == "cpu":
+            self.warnings.append(f"cache_mode {mode}: the CPU kernels keep the cache unquantised.")
+            bits = None
         if bits is None:
             return Cache(model, layer_type=CacheLayer_fp16, **sizes)
-        if DEVICE == "cpu":
-            self.warnings.append(f"cache_mode {mode}: the CPU kernels keep the cache unquantised.")
         return Cache(model, layer_type=CacheLayer_quant, k_bits=bits[0], v_bits=bits[1], **sizes)
 
     # --- life ---------------------------------------------------------------------------------------------------
@@ -244,7 +246,6 @@ class ExllamaV3Container:
         if self.draft is not None and self.draft.model is not None:
             yield from _progress("draft", self.draft.model.load_gen(**_placement(split, None)))
         yield from _progress("model", self.model.load_gen(**self._load_arguments()))
-        self.config.stc.close()  # a load to a single device leaves the weight files open
         release_memory()
 
     def _load_arguments(self) -> dict[str, Any]:
@@ -255,7 +256,9 @@ class ExllamaV3Container:
         }
         if DEVICE == "cpu":
             return arguments
-        reserve = [megabytes / 1024 for megabytes in settings.autosplit_reserve or []] or None
+        reserve = None
+        if settings.gpu_split_auto is not False and settings.autosplit_reserve:
+            reserve = [megabytes / 1024 for megabytes in settings.autosplit_reserve]
         if settings.tensor_parallel and gpu_count() > 1:
             arguments |= {"tensor_p": True, "tp_backend": settings.tensor_parallel_backend or "native"}
         return arguments | _placement(settings.gpu_split, reserve)
@@ -276,7 +279,7 @@ class ExllamaV3Container:
             max_batch_size=self.dimensions.max_batch_size,
             max_chunk_size=self.dimensions.chunk_size,
             recurrent_cache_size=memory.sysmem_recurrent_cache * MIB,
-            cpu_cache_size=memory.sysmem_kv_cache * MIB,
+            cpu_cache_size=self.cpu_cache_bytes,
             **self.intervals.engine_arguments(),
         )
         if self.recurrent:

@@ -76,8 +76,7 @@ def test_weights_and_configuration_equal_those_that_transformers_reads(model_dir
     config = AutoConfig.from_pretrained(model_dir)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    # transformers leaves this function untyped.
-    reference = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)  # type: ignore[no-untyped-call]
+    reference = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)
 
     weights = load_file(model_dir / "model.safetensors")
     assert weights.keys() == reference["tensors"].keys()

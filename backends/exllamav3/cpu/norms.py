@@ -8,6 +8,7 @@ from torch import Tensor
 
 __all__ = ["BC_GatedRMSNorm", "gated_rms_norm", "rms_norm", "rms_norm_res_in", "softcap"]
 
+HALF_MAX = 65504.0
 SIGMOID_GATE = 1  # of `gate_act`; 0 is SiLU
 
 
@@ -37,7 +38,7 @@ def rms_norm(
     """
     if span_heads:
         x, y = x.flatten(-2), y.flatten(-2)
-    result = _normalised(x.float(), epsilon) * constant_scale
+    result = _normalised(_widened(x), epsilon) * constant_scale
     if w is not None:
         result = _weighted(result, w, constant_bias, w_groups)
     if add_residual:
@@ -67,7 +68,7 @@ def gated_rms_norm(
     """y = norm(x) * (w + bias) * act(g), or norm(x * act(g)) * (w + bias) with `gate_first`."""
     gate = g.float().view(x.shape)
     gate = torch.sigmoid(gate) if gate_act == SIGMOID_GATE else F.silu(gate)
-    value = x.float() * gate if gate_first else x.float()
+    value = _widened(x) * gate if gate_first else _widened(x)
     if w_groups > 1:
         value = value.view(-1, w.numel() // w_groups)
     value = _weighted(_normalised(value, epsilon), w, constant_bias, w_groups).view(x.shape)
@@ -76,6 +77,11 @@ def gated_rms_norm(
 
 def softcap(x: Tensor, y: Tensor, scale: float) -> None:
     y.copy_(torch.tanh(x.float() / scale) * scale)
+
+
+def _widened(x: Tensor) -> Tensor:
+    """In fp32; what overflowed in fp16 counts as its largest number, or a single infinity would zero the whole row."""
+    return x.float().clamp(-HALF_MAX, HALF_MAX) if x.dtype == torch.half else x.float()
 
 
 def _normalised(x: Tensor, epsilon: float) -> Tensor:

@@ -23,8 +23,9 @@ def apply_rep_pens(
     ids, strength = _past(past_ids, sustain_range, decay_range, logits.numel())
     share = torch.zeros_like(logits).scatter_reduce_(0, ids, strength, "amax")
     penalised = torch.where(logits > 0, logits / rep_p, logits * rep_p)
-    # Untouched where no token fell: -inf * 0 would not be a number.
-    mixed = torch.where(share > 0, torch.where(share < 1, torch.lerp(logits, penalised, share), penalised), logits)
+    mixed = logits * (1.0 - share) + penalised * share
+    # A share of exactly 0 or 1 must not multiply an infinity by 0.
+    mixed = torch.where(share == 0, logits, torch.where(share == 1, penalised, mixed))
     out_logits.copy_(mixed.view(out_logits.shape))
 
 

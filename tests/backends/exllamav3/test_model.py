@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from loguru import logger
 
-from backends.exllamav3 import model as module
+from backends.exllamav3.engine import AsyncGenerator
 from backends.exllamav3.model import ExllamaV3Container
+from common.config_models import DraftModelConfig
 from common.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from common.generation import Finish, GenerationRequest, Prefill, TextDelta
 from common.sampling import SamplingParameters
@@ -22,8 +26,13 @@ SMALL = {"cache_size": 8192, "max_seq_len": 8192}
 
 
 @asynccontextmanager
-async def loaded(directory: Path, **model: object) -> AsyncIterator[ExllamaV3Container]:
-    container = ExllamaV3Container.create(directory, load_settings(**(SMALL | model)))
+async def loaded(
+    directory: Path, *, draft_model: DraftModelConfig | None = None, **model: object
+) -> AsyncIterator[ExllamaV3Container]:
+    settings = load_settings(**(SMALL | model))
+    if draft_model is not None:
+        settings = settings.model_copy(update={"draft_model": draft_model})
+    container = ExllamaV3Container.create(directory, settings)
     for _ in container.load():
         pass
     await container.create_generator()
@@ -71,7 +80,7 @@ class RecordedGenerator:
 
 @pytest.fixture
 def generator_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    recorder = RecordedGenerator(module.AsyncGenerator)
+    recorder = RecordedGenerator(AsyncGenerator)
     monkeypatch.setattr("backends.exllamav3.model.AsyncGenerator", recorder)
     return recorder.calls
 
@@ -91,7 +100,7 @@ BOTH = {"recurrent_checkpoint_interval", "recurrent_checkpoint_interval_pp"}
     ],
 )
 async def test_only_intervals_that_are_set_reach_the_generator(
-    tiny_hybrid: Path, generator_calls: list[dict[str, Any]], given: dict[str, int]
+    tiny_hybrid: Path, generator_calls: list[dict[str, Any]], given: dict[str, Any]
 ) -> None:
     async with loaded(tiny_hybrid, **given):
         (arguments,) = generator_calls
@@ -107,7 +116,7 @@ async def test_only_intervals_that_are_set_reach_the_generator(
     ],
 )
 async def test_the_values_in_force_are_logged_and_on_the_card(
-    tiny_hybrid: Path, log: list[str], given: dict[str, int], in_force: tuple[int, int]
+    tiny_hybrid: Path, log: list[str], given: dict[str, Any], in_force: tuple[int, int]
 ) -> None:
     async with loaded(tiny_hybrid, **given) as container:
         (line,) = [line for line in log if line.startswith("Using recurrent checkpoint intervals")]
@@ -137,8 +146,6 @@ async def test_the_generator_takes_no_argument_it_does_not_know(
     tiny_hybrid: Path, generator_calls: list[dict[str, Any]]
 ) -> None:
     """The engine swallows a misspelled keyword without a word."""
-    import inspect
-
     async with loaded(
         tiny_hybrid, recurrent_checkpoint_interval=1024, recurrent_checkpoint_interval_pp=1024
     ) as container:
@@ -219,21 +226,19 @@ async def test_seeded_requests_repeat_themselves(tiny_llama: Path) -> None:
         assert await text(1) == await text(1) != await text(2)
 
 
-async def test_ngram_drafting_changes_no_token(tiny_llama: Path) -> None:
-    from common.config_models import DraftModelConfig
-
+@pytest.mark.parametrize("mode", ["ngram", "model"])
+async def test_drafting_changes_no_token(tiny_llama: Path, mode: Literal["ngram", "model"]) -> None:
+    """A model that drafts for itself is always right; n-grams of random text seldom are."""
     prompt = [5 + i % 40 for i in range(400)]
+    draft = DraftModelConfig(draft_mode=mode, draft_model_dir=str(tiny_llama.parent), draft_model_name=tiny_llama.name)
     async with loaded(tiny_llama) as container:
         plain, _ = await answer(container, prompt, max_tokens=40)
-    settings = load_settings(**SMALL).model_copy(update={"draft_model": DraftModelConfig(draft_mode="ngram")})
-    container = ExllamaV3Container.create(tiny_llama, settings)
-    for _ in container.load():
-        pass
-    await container.create_generator()
-    drafted, finish = await answer(container, prompt, max_tokens=40)
-    await container.unload()
+    async with loaded(tiny_llama, draft_model=draft) as container:
+        assert container.info().draft_mode == mode
+        drafted, finish = await answer(container, prompt, max_tokens=40)
     assert drafted == plain
-    assert finish.usage.accepted_draft_tokens + finish.usage.rejected_draft_tokens > 0
+    usage = finish.usage
+    assert usage.accepted_draft_tokens > 0 if mode == "model" else usage.rejected_draft_tokens > 0
 
 
 async def test_text_round_trips_through_encode_and_decode(tiny_llama: Path) -> None:
@@ -249,9 +254,6 @@ async def test_text_round_trips_through_encode_and_decode(tiny_llama: Path) -> N
 
 
 def test_a_folder_of_another_engine_is_refused_by_name(tmp_path: Path, tiny_llama: Path) -> None:
-    import json
-    import shutil
-
     folder = tmp_path / "foreign"
     shutil.copytree(tiny_llama, folder)
     config = json.loads((folder / "config.json").read_text())

@@ -142,8 +142,9 @@ def test_half_inputs_keep_their_type() -> None:
 
 
 def test_one_of_the_functions_takes_a_call_of_the_dispatcher(paged: Paged) -> None:
-    import backends.exllamav3.engine  # noqa: F401  (installs the kernels)
     from exllamav3.modules.attention_fn import dispatch
+
+    import backends.exllamav3.engine  # noqa: F401  (installs the kernels)
 
     assert dispatch.attn_fns == ATTENTION_FUNCTIONS
     q = torch.randn(2, 5, 4, 16)

@@ -114,15 +114,25 @@ def test_a_replay_of_the_first_tokens_gives_the_state_after_them(token_stride: i
     inputs, kept = Inputs.random(5), 2
     rows = [index * token_stride for index in range(5)]
     staged_qkv, staged_g, staged_beta = (
-        torch.full((5 * token_stride, width), float("nan")) for width in (inputs.channels.shape[1], VALUE_HEADS, VALUE_HEADS)
+        torch.full((5 * token_stride, width), float("nan"))
+        for width in (inputs.channels.shape[1], VALUE_HEADS, VALUE_HEADS)
     )
     staged_qkv[rows], staged_g[rows], staged_beta[rows] = inputs.channels, inputs.g, inputs.beta
     dtype = torch.half if state_half else torch.float
     base, scratch = inputs.state.to(dtype), torch.empty_like(inputs.state, dtype=dtype)
-    addresses = [x.data_ptr() for x in (staged_qkv, staged_g, staged_beta, base, scratch)]
-    job = delta_net.ScanReplayJob(*addresses, 0, kept, token_stride)
+    job = delta_net.ScanReplayJob(
+        staged_qkv.data_ptr(),
+        staged_g.data_ptr(),
+        staged_beta.data_ptr(),
+        base.data_ptr(),
+        scratch.data_ptr(),
+        0,
+        kept,
+        token_stride,
+    )
     delta_net.batched_scan_replay([job], None, 0, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, state_half)
-    head = Inputs(*(x[:kept] for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)), base.float())
+    q, k, v, g, beta = (x[:kept] for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta))
+    head = Inputs(q, k, v, g, beta, base.float())
     tolerance = 2e-3 if state_half else 1e-5
     torch.testing.assert_close(scratch.float(), head.reference()[1], atol=tolerance, rtol=tolerance)
 

@@ -1,0 +1,25 @@
+"""Names of models -> their folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.errors import InvalidRequest, ModelNotFound
+
+
+def model_folder(parent: Path, name: str, param: str = "model_name") -> Path:
+    """Absolute path of the model `name`, a path relative to `parent`.
+
+    Raises:
+        InvalidRequest: the name is empty or leads out of `parent`. A folder that is linked into it is inside.
+        ModelNotFound: there is no such folder, or it holds no config.json.
+    """
+    relative = Path(name)
+    if not name.strip() or relative.is_absolute() or ".." in relative.parts or "\0" in name:
+        raise InvalidRequest(f"{param} {name!r} must name a folder inside the model directory.", param=param)
+    folder = parent.absolute() / relative
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(
+            f"There is no model {name!r}: the model directory has no such folder with a config.json.", param=param
+        )
+    return folder
