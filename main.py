@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from loguru import logger
@@ -15,13 +15,15 @@ from backends.manager import ModelManager
 from common.args import parse_arguments
 from common.auth import KeyStore
 from common.config_models import Settings
-from common.errors import ServerError, SettingsError
+from common.errors import SettingsError
 from common.logger import setup_logging
 from common.tabby_config import LoadedSettings, generate_config_file, load_settings, merge_load_settings
+from endpoints.errors import to_server_error
 from endpoints.server import create_app, serve
 
 # As of programs that do not understand their command line.
 EXIT_SETTINGS = 2
+EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,11 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
         if arguments.command == "export-config":
-            generate_config_file(filename=arguments.export_path)
+            with writing(arguments.export_path):
+                generate_config_file(filename=arguments.export_path)
             return 0
         loaded = load_settings(arguments.options, config_file=arguments.config_file)
         if arguments.command == "export-openapi":
-            export_openapi(loaded.settings, Path(arguments.export_path))
+            with writing(arguments.export_path):
+                export_openapi(loaded.settings, Path(arguments.export_path))
             return 0
         setup_logging(loaded.settings.logging)
         for warning in loaded.warnings:
@@ -42,7 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         print(error, file=sys.stderr)
         return EXIT_SETTINGS
+    except KeyboardInterrupt:  # uvicorn has shut down in order, and passes Ctrl-C on
+        return EXIT_INTERRUPTED
     return 0
+
+
+@contextlib.contextmanager
+def writing(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SettingsError(
+            f"{path} cannot be written: {error.strerror}. Give another file with --export-path."
+        ) from error
 
 
 def export_openapi(settings: Settings, path: Path) -> None:
@@ -66,8 +82,7 @@ async def run_server(loaded: LoadedSettings) -> None:
     finally:
         for task in background:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*background, return_exceptions=True)
 
 
 async def load_at_start(loaded: LoadedSettings, manager: ModelManager) -> None:
@@ -81,9 +96,10 @@ async def load_at_start(loaded: LoadedSettings, manager: ModelManager) -> None:
         load = merge_load_settings(loaded.settings, model_directory=directory, command_line=loaded.command_line)
         async for progress in manager.load(directory, load):
             logger.debug("Loading {}: {} {}/{}", name, progress.component, progress.module, progress.modules)
-    except ServerError as error:
-        manager.load_error = error.message
-        logger.error("The model {} was not loaded: {}", name, error.message)
+    except Exception as error:
+        failure = to_server_error(error)
+        manager.load_error = failure.message
+        logger.error("The model {} was not loaded: {}", name, failure.message)
     else:
         logger.success("The model {} is ready.", name)
 

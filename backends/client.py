@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import itertools
 import sys
 from collections import deque
@@ -274,7 +275,8 @@ class EngineClient:
             cwd=PROJECT_ROOT,
         )
         self._process = process
-        self._watcher = asyncio.create_task(self._watch(process))
+        # It outlives the request that has the model loaded, so it must not carry that request's id into the log.
+        self._watcher = asyncio.create_task(self._watch(process), context=contextvars.Context())
 
     async def _send(self, message: ToEngine) -> None:
         pipe = self._write(message)

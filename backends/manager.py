@@ -125,6 +125,7 @@ class ModelManager:
             if old is not None and old.state == "ready" and (old.directory, old.settings) == (directory, settings):
                 report(LoadProgress(component="model", module=1, modules=1))
                 return
+            logger.info("Loading {}", directory.name)
             self._loading = directory.name
             new = EngineClient(directory, settings, self._worker_command)
             try:
@@ -141,7 +142,7 @@ class ModelManager:
                 self.load_error = error.message
                 if old is None or self._client is old:
                     raise
-                raise ModelLoadFailed(f"{error.message} {await self._roll_back(old)}") from error
+                raise ModelLoadFailed(f"{error.message.rstrip('.')}. {await self._roll_back(old)}") from error
             except BaseException:
                 await new.close()
                 raise

@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -78,7 +79,9 @@ class Worker:
         self._create = create
         self._incoming = incoming
         self._outgoing = outgoing
-        self._inbox: asyncio.Queue[ToEngine] = asyncio.Queue()
+        self._inbox: asyncio.Queue[ToEngine] = asyncio.Queue()  # of a process that does not serve yet
+        self._receive: Callable[[ToEngine], None] = self._inbox.put_nowait
+        self._stopped = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -89,6 +92,8 @@ class Worker:
             lambda entry: self._send(messages.Log(level=entry.record["level"].name, message=str(entry).rstrip())),
             level="DEBUG",  # the server keeps what its own settings ask for
             format="{message}",
+            backtrace=False,
+            diagnose=False,  # values of variables may be prompts
         )
         try:
             container = await self._bring_up()
@@ -117,29 +122,38 @@ class Worker:
         except Exception as error:
             # Whatever the engine raises over a model is the user's to know: which file, which memory, which shape.
             logger.opt(exception=error).error("Loading {} failed", directory.name)
-            raise ModelLoadFailed(f"{directory.name}: {type(error).__name__}: {error}") from error
+            raise ModelLoadFailed(f"{directory.name}: {_summary(error)}") from error
         self._send(messages.Loaded(info=container.info()))
         return container
 
     async def _serve(self, container: Container) -> None:
-        while True:
-            message = await self._inbox.get()
-            match message:
-                case messages.Generate(id=request_id, request=request):
-                    self._start(container, request_id, request)
-                case messages.Cancel(id=request_id):
-                    if (task := self._tasks.get(request_id)) is not None:
-                        task.cancel()
-                case messages.Encode() | messages.Decode():
-                    self._send(self._tokens(container, message))
-                case messages.Shutdown():
-                    break
-                case _:
-                    logger.error("The engine process got {} while it serves", type(message).__name__)
+        """Take requests until told to stop.
+
+        A message is handled in the turn of the loop in which it comes: between two turns lies a step of the engine,
+        which may be a whole prefill chunk.
+        """
+        self._receive = partial(self._handle, container)
+        while not self._inbox.empty():
+            self._receive(self._inbox.get_nowait())
+        await self._stopped.wait()
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await container.unload()
+
+    def _handle(self, container: Container, message: ToEngine) -> None:
+        match message:
+            case messages.Generate(id=request_id, request=request):
+                self._start(container, request_id, request)
+            case messages.Cancel(id=request_id):
+                if (task := self._tasks.get(request_id)) is not None:
+                    task.cancel()
+            case messages.Encode() | messages.Decode():
+                self._send(self._tokens(container, message))
+            case messages.Shutdown():
+                self._stopped.set()
+            case _:
+                logger.error("The engine process got {} while it serves", type(message).__name__)
 
     def _start(self, container: Container, request_id: str, request: GenerationRequest) -> None:
         try:
@@ -186,9 +200,12 @@ class Worker:
         while True:
             length = messages.body_length(self._read_exactly(messages.HEADER_BYTES))
             message = messages.to_engine_decoder.decode(self._read_exactly(length))
-            loop.call_soon_threadsafe(self._inbox.put_nowait, message)
+            loop.call_soon_threadsafe(self._deliver, message)
             if isinstance(message, messages.Shutdown):
                 return
+
+    def _deliver(self, message: ToEngine) -> None:
+        self._receive(message)
 
     def _read_exactly(self, count: int) -> bytes:
         parts = bytearray()
@@ -204,7 +221,12 @@ def _record(error: Exception) -> ErrorRecord:
     if isinstance(error, ServerError):
         return error.to_record()
     logger.opt(exception=error).error("A request failed in the engine")
-    return EngineFailed(f"The engine failed on this request: {type(error).__name__}: {error}").to_record()
+    return EngineFailed(f"The engine failed on this request: {_summary(error)}").to_record()
+
+
+def _summary(error: Exception) -> str:
+    """What went wrong, without the C++ stack that torch adds."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def run(create: CreateContainer) -> None:

@@ -51,6 +51,7 @@ class Allowed:
 
 PLANNED = NoEffect("what it controls is not built yet.")
 KOBOLD_PLANNED = NoEffect("the Kobold API is not built yet.", when=lambda servers: "kobold" in servers)
+SEQ_SHIPPED = NoEffect("with log_json on, any log shipper can send the log to Seq.")
 ENGINE_SETS_ROPE = NoEffect("ExLlamaV3 reads the RoPE parameters from the model's config.json.")
 
 
@@ -60,7 +61,7 @@ ENGINE_SETS_ROPE = NoEffect("ExLlamaV3 reads the RoPE parameters from the model'
 def _refuse_bool(value: object) -> object:
     # bool is an int in Python; `chunk_size: true` is a mistake all the same.
     if isinstance(value, bool):
-        raise ValueError("a truth value is not a number")
+        raise ValueError("should be a number")
     return value
 
 
@@ -86,7 +87,7 @@ def _parse_list(value: object) -> object:
 def _parse_cache_mode(value: str) -> str:
     mode = re.sub(r"\s", "", value).upper()
     if not re.fullmatch(r"FP16|Q[468]|[2-8],[2-8]", mode):
-        raise ValueError("not a cache mode")
+        raise ValueError("should be FP16, Q8, Q6, Q4, or the bits of keys and values such as 8,4")
     return mode
 
 
@@ -211,17 +212,19 @@ class LoggingConfig(Section):
     log_json: bool = False
     """Write one JSON object a line, on the terminal and in the file, for tools that collect logs."""
 
-    log_prompt: Annotated[bool, PLANNED] = False
-    """Log the text of every prompt as the model gets it."""
+    log_prompt: bool = False
+    """Log the text of every prompt, as the chat template renders it."""
 
-    log_generation_params: Annotated[bool, PLANNED] = False
-    """Log the parameters of every generation."""
+    log_generation_params: bool = False
+    """Log the parameters of every generation: sampling, lengths, stop strings, but not the prompt."""
 
-    log_requests: Annotated[bool, PLANNED] = False
-    """Log address, headers and body of every request. Keys and authorization headers are left out."""
+    log_requests: bool = False
+    """Log path, headers and JSON body of every request. Keys, tokens and cookies are left out, and so is the body of a
+    request without a valid key."""
 
-    log_chat_completion_requests: Annotated[bool, PLANNED] = False
-    """Write every chat completion request to a file of its own in logs/debug."""
+    log_chat_completion_requests: bool = False
+    """Write every chat completion request to a file of its own in logs/debug, without keys, and beside it the prompt
+    that the chat template makes of it. The files stay until you delete them."""
 
 
 class ModelParameters(Section):
@@ -476,20 +479,23 @@ class DeveloperConfig(Section):
     unsafe_launch: Annotated[bool, NoEffect("the start checks nothing that could be skipped.")] = False
     """Taken from TabbyAPI's files, without effect."""
 
-    disable_request_streaming: Annotated[bool, PLANNED] = False
+    disable_request_streaming: bool = False
     """Answer requests that ask for a stream with one JSON body."""
 
-    realtime_process_priority: Annotated[bool, PLANNED] = False
-    """Run the engine at a higher priority where the system allows it."""
+    realtime_process_priority: Annotated[
+        bool,
+        NoEffect("raising a priority takes rights that a server should not run with; the system's own tools do it."),
+    ] = False
+    """Taken from TabbyAPI's files, without effect."""
 
-    seqlog: Annotated[bool, PLANNED] = False
-    """Send the log to a Seq server too."""
+    seqlog: Annotated[bool, SEQ_SHIPPED] = False
+    """Taken from TabbyAPI's files, without effect."""
 
-    seqlog_server_url: Annotated[str, PLANNED] = "http://localhost:5341"
-    """Address of the Seq server."""
+    seqlog_server_url: Annotated[str, SEQ_SHIPPED] = "http://localhost:5341"
+    """Taken from TabbyAPI's files, without effect."""
 
-    seqlog_api_key: Annotated[str | None, PLANNED] = None
-    """Key for the Seq server."""
+    seqlog_api_key: Annotated[str | None, SEQ_SHIPPED] = None
+    """Taken from TabbyAPI's files, without effect."""
 
 
 class Settings(Section):

@@ -41,6 +41,7 @@ def setup_logging(settings: LoggingConfig, directory: Path = LOG_DIRECTORY) -> N
             level=settings.log_level,
             format=_console_format,
             serialize=settings.log_json,
+            backtrace=False,
             diagnose=False,
         )
     logging.basicConfig(handlers=[_ToLoguru()], level=logger.level(settings.log_level).no, force=True)
@@ -62,6 +63,7 @@ def _add_file(settings: LoggingConfig, directory: Path) -> None:
             retention="1 week",
             compression="zip",
             encoding="utf-8",
+            backtrace=False,
             diagnose=False,
         )
     except OSError as error:

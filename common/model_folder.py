@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from common.errors import InvalidRequest, ModelNotFound
@@ -18,7 +19,7 @@ def model_folder(parent: Path, name: str, param: str = "model_name") -> Path:
     if not name.strip() or relative.is_absolute() or ".." in relative.parts or "\0" in name:
         raise InvalidRequest(f"{param} {name!r} must name a folder inside the model directory.", param=param)
     folder = parent.absolute() / relative
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):  # unlike Path.is_file() also false for a name that is too long
         raise ModelNotFound(
             f"There is no model {name!r}: the model directory has no such folder with a config.json.", param=param
         )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeGuard, TypeVar
 
 import msgspec
 from loguru import logger
@@ -25,6 +26,8 @@ from common.errors import InvalidRequest, NotFound
 
 PRESET_DIR = Path(__file__).resolve().parent.parent / "sampler_overrides"
 MAX_TOP_LOGPROBS = 20
+# What the engine's kernels can count to; a larger number would fail there, or on the way.
+LARGEST = 2**31 - 1
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +59,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     banned_tokens: list[int] = []
     allowed_tokens: list[int] = []  # empty: all
     ban_eos_token: bool = False
-    loop_detect_window: int = 800  # tokens; below 2: off
+    loop_detect_window: int = 800  # tokens; below 3: off
 
 
 # --- fields of a request ------------------------------------------------------------------------------------------
@@ -64,6 +67,10 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 def _listed(value: object) -> object:
     return [value] if isinstance(value, (str, int)) else value
+
+
+def is_token_id(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= LARGEST
 
 
 def _token_ids(value: object) -> object:
@@ -79,21 +86,24 @@ def _sequence_breakers(value: object) -> object:
     text = value if value.lstrip().startswith("[") else f"[{value}]"
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError("a string must hold a JSON list of strings") from error
 
 
 def _stop(value: object) -> object:
     value = _listed(value)
-    if not isinstance(value, list) or not all(type(item) in (str, int) for item in value):
+    if not isinstance(value, list) or not all(isinstance(item, str) or is_token_id(item) for item in value):
         raise ValueError("must be a string, or a list of strings and token ids")
     return [item for item in value if item != ""]
 
 
-NonNegative: TypeAlias = Annotated[int, Field(ge=0)]
+Integer: TypeAlias = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
+NonNegative: TypeAlias = Annotated[int, Field(ge=0, le=LARGEST)]
 TokenIds: TypeAlias = Annotated[list[NonNegative], BeforeValidator(_token_ids)]
 Strings: TypeAlias = Annotated[list[str], BeforeValidator(_listed)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+# Far beyond what logits need, and far below what turns them into infinities and the answer into nothing.
+Bias: TypeAlias = Annotated[float, Field(ge=-1000, le=1000)]
 
 
 def _named(*names: str) -> AliasChoices:
@@ -119,7 +129,7 @@ class SamplingFields(RequestModel):
     The fields of the last group are recognised but have no counterpart in the engine.
     """
 
-    max_tokens: Annotated[int, Field(ge=-1)] = Field(
+    max_tokens: Annotated[Integer, Field(ge=-1)] = Field(
         0,
         validation_alias=_named("max_tokens", "max_completion_tokens", "max_length"),
         description="0 or -1: all that fit",
@@ -131,35 +141,35 @@ class SamplingFields(RequestModel):
     banned_strings: Strings = []
     token_healing: bool = False
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    logprobs: bool | Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     add_bos_token: bool | None = None
 
     temperature: float = Field(1.0, ge=0, le=10)
     temperature_last: bool = False
-    top_k: int = Field(0, ge=-1)
+    top_k: Annotated[Integer, Field(ge=-1)] = 0
     top_p: Fraction = 1.0
     min_p: Fraction = 0.0
     xtc_probability: Fraction = 0.0
     xtc_threshold: Fraction = 0.1
-    repetition_penalty: Annotated[float, Field(gt=0)] = Field(
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = Field(
         1.0, validation_alias=_named("repetition_penalty", "rep_pen")
     )
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    penalty_range: int = Field(
+    frequency_penalty: Bias = 0.0
+    presence_penalty: Bias = 0.0
+    penalty_range: Integer = Field(
         -1,
         validation_alias=_named("penalty_range", "repetition_range", "repetition_penalty_range", "rep_pen_range"),
     )
     repetition_decay: NonNegative = 0
-    dry_multiplier: Annotated[float, Field(ge=0)] = 0.0
-    dry_base: Annotated[float, Field(ge=0)] = 1.75
+    dry_multiplier: Annotated[Bias, Field(ge=0)] = 0.0
+    dry_base: Annotated[Bias, Field(ge=0)] = 1.75
     dry_allowed_length: NonNegative = 2
-    dry_range: int = Field(0, ge=-1, validation_alias=_named("dry_range", "dry_penalty_last_n"))
+    dry_range: Annotated[Integer, Field(ge=-1)] = Field(0, validation_alias=_named("dry_range", "dry_penalty_last_n"))
     dry_sequence_breakers: Annotated[list[str], BeforeValidator(_sequence_breakers)] = []
     adaptive_target: float = 1.0
     adaptive_decay: Fraction = 0.9
-    logit_bias: dict[NonNegative, float] = {}
+    logit_bias: dict[NonNegative, Bias] = {}
     banned_tokens: TokenIds = Field([], validation_alias=_named("banned_tokens", "custom_token_bans"))
     allowed_tokens: TokenIds = Field([], validation_alias=_named("allowed_tokens", "allowed_token_ids"))
     ban_eos_token: bool = Field(False, validation_alias=_named("ban_eos_token", "ignore_eos"))
@@ -253,7 +263,7 @@ class SamplerPresets:
             InvalidRequest: its file is broken, or holds a value that no request could give.
         """
         path = self._directory / f"{name}.yml"
-        if path.name != f"{name}.yml" or not path.is_file():
+        if path.name != f"{name}.yml" or not os.path.isfile(path):
             raise NotFound(
                 f"There is no sampler preset {name!r}. Available: {', '.join(self.names())}.", param="preset"
             )

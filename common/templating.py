@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -195,7 +196,7 @@ def _named_template(
         raise InvalidRequest(f"prompt_template {name!r} must be a name, not a path.", param="prompt_template")
     path = template_dir / file_name
     sources = dict(_configured_templates(config))
-    source = path.read_text(encoding="utf-8") if path.is_file() else sources.get(name)
+    source = _read_source(path) or sources.get(name)
     if source is None:
         choices = ", ".join([*list_templates(template_dir), *sources])
         raise InvalidRequest(
@@ -214,13 +215,23 @@ def _named_template(
 
 def _candidates(model_directory: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for stem in ("tabby_template", "chat_template"):
-        path = model_directory / (stem + SUFFIX)
-        if path.is_file():
-            yield stem, path.read_text(encoding="utf-8")
+        if source := _read_source(model_directory / (stem + SUFFIX)):
+            yield stem, source
     source = _read_json(model_directory / "chat_template.json").get("chat_template")
     if isinstance(source, str):
         yield "chat_template", source
     yield from _configured_templates(config)
+
+
+def _read_source(path: Path) -> str | None:
+    """The text of a template; None, and a warning where that is a surprise, if there is none to be had."""
+    if not os.path.isfile(path):  # unlike Path.is_file() also false for a name that is too long
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        logger.warning("The chat template {} is skipped: {}", path.name, error)
+        return None
 
 
 def _configured_templates(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

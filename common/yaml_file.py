@@ -41,6 +41,8 @@ def read_mapping(path: Path, name: str | None = None) -> dict[str, Any]:
         raise SettingsError(f"{name}{line}: {_problem(error)}") from None
     except YAMLError:
         raise SettingsError(f"{name} is not YAML: it holds characters that YAML does not allow.") from None
+    except RecursionError:
+        raise SettingsError(f"{name} is nested too deeply.") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

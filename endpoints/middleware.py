@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.logger import request_id
+from endpoints.request_log import as_json, redact_headers
 
 HEADER: Final = "X-Request-Id"
 _ACCEPTABLE_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -23,16 +24,22 @@ LOOPBACK_ORIGINS: Final = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
 class RequestContextMiddleware:
-    """Gives every request an id, the client's own where it is fit for a log, sends it back, and logs the outcome."""
+    """Gives every request an id, the client's own where it is fit for a log, sends it back, and logs the outcome.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Args:
+        log_headers: log the request's headers too, when it arrives.
+    """
+
+    def __init__(self, app: ASGIApp, *, log_headers: bool = False) -> None:
         self._app = app
+        self._log_headers = log_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADER, "")
+        headers = Headers(scope=scope)
+        given = headers.get(HEADER, "")
         identity = given if _ACCEPTABLE_ID.fullmatch(given) else uuid4().hex
         status: int | None = None
 
@@ -43,12 +50,15 @@ class RequestContextMiddleware:
                 MutableHeaders(scope=message)[HEADER] = identity
             await send(message)
 
+        level = "DEBUG" if scope["path"] in _PROBES else "INFO"
         started = perf_counter()
         token = request_id.set(identity)
+        if self._log_headers:
+            shown = as_json(redact_headers(headers))
+            logger.log(level, "{} {!r} with headers {}", scope["method"], scope["path"], shown)
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            level = "DEBUG" if scope["path"] in _PROBES else "INFO"
             logger.log(
                 level, "{} {!r}: {} in {:.3f} s", scope["method"], scope["path"], status, perf_counter() - started
             )

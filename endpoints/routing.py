@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine
+from http import HTTPStatus
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute, iter_route_contexts
+from loguru import logger
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from common.auth import Permission
-from common.errors import AuthenticationFailed, ServerError
+from common.errors import AuthenticationFailed, InvalidRequest, ServerError
 from endpoints.errors import ErrorBody, core_error, error_response, openai_error, to_server_error
+from endpoints.request_log import record_request
 from endpoints.state import state_of
 
 Level: TypeAlias = Literal["none", "api", "admin"]
@@ -35,9 +39,14 @@ CLIENT_CLOSED_REQUEST = 499
 class JsonRequest(Request):
     async def json(self) -> Any:
         """The body. Half a surrogate pair, which JSON can express and UTF-8 cannot, becomes a question mark."""
-        value = await super().json()
-        if b"\\ud" in (await self.body()).lower():
-            return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+        try:
+            value = await super().json()
+            if b"\\ud" in (await self.body()).lower():
+                return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+        except json.JSONDecodeError:
+            raise  # FastAPI tells its place
+        except (ValueError, RecursionError) as error:  # no UTF-8, too deep, or a number of thousands of digits
+            raise HTTPException(HTTPStatus.BAD_REQUEST, f"The body cannot be read as JSON: {error}.") from error
         return value
 
 
@@ -54,13 +63,20 @@ class ApiRoute(APIRoute):
         level = level_of(self)
 
         async def guarded(request: Request) -> Response:
+            request = JsonRequest(request.scope, request.receive)
             try:
                 request.state.permission = authorise(request, level)
-                return await handle(JsonRequest(request.scope, request.receive))
+                if level != "none":
+                    await record_request(request, state_of(request).settings.logging)
+                return await handle(request)
             except ClientDisconnect:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
             except Exception as error:
-                return error_response(to_server_error(error), self.render_error)
+                failure = to_server_error(error)
+                # What a request got wrong is quoted to its sender only: it may be part of a prompt.
+                what = failure.param if isinstance(failure, InvalidRequest) else failure.message
+                logger.info("Not served: {} ({})", failure.code, what)
+                return error_response(failure, self.render_error)
 
         return guarded
 

@@ -61,7 +61,7 @@ def create_app(
         redoc_url=None,
         middleware=[
             Middleware(CorsMiddleware, origins=settings.network.cors_origins),
-            Middleware(RequestContextMiddleware),
+            Middleware(RequestContextMiddleware, log_headers=settings.logging.log_requests),
         ],
         exception_handlers={HTTPException: _render_unrouted},
     )
@@ -87,7 +87,10 @@ def _select_preset(settings: Settings, presets: SamplerPresets) -> None:
 
 async def _render_unrouted(request: Request, error: Exception) -> Response:
     """Unknown paths and methods belong to no API, so they get every member that some API's clients read."""
-    return error_response(to_server_error(error), core_error)
+    response = error_response(to_server_error(error), core_error)
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})  # Allow, for a wrong method
+    return response
 
 
 def _describe_security(app: FastAPI) -> None:
@@ -148,7 +151,8 @@ async def serve(app: FastAPI, settings: Settings, manager: ModelManager) -> None
         SettingsError: the address cannot be bound.
     """
     server = Server(app, settings, manager)
-    logger.info("Listening on http://{}:{}", settings.network.host, server.port)
+    host = settings.network.host
+    logger.info("Listening on http://{}:{}", f"[{host}]" if ":" in host else host, server.port)
     await server.serve()
 
 

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 from loguru import logger
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from backends.client import EngineClient, Generation
 from common.generation import Event, Finish, GenerationRequest
@@ -162,7 +162,12 @@ class EventStream(EventSourceResponse):
         ping: int,
         cleanup: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        super().__init__(_frames(payloads, render_error), ping=ping, shutdown_grace_period=SHUTDOWN_GRACE_SECONDS)
+        super().__init__(
+            _frames(payloads, render_error),
+            ping=ping,
+            shutdown_grace_period=SHUTDOWN_GRACE_SECONDS,
+            client_close_handler_callable=_log_disconnect,
+        )
         self._cleanup = cleanup
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -171,6 +176,10 @@ class EventStream(EventSourceResponse):
         finally:
             if self._cleanup is not None:
                 await self._cleanup()
+
+
+async def _log_disconnect(message: Message) -> None:
+    logger.info("The client has gone before the end of its stream")
 
 
 async def _frames(payloads: AsyncIterator[str], render_error: RenderError) -> AsyncIterator[ServerSentEvent]:

@@ -49,14 +49,14 @@ def make_llama(directory: Path) -> Path:
 
 
 def make_hybrid(directory: Path) -> Path:
-    """Qwen3.5: three Gated DeltaNet layers, then one of attention, twice. Its checkpoints are those of engine-facts."""
+    """Qwen3.5: three Gated DeltaNet layers, then one of attention."""
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
     config = Qwen3_5TextConfig(
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from common.auth import KeyStore
-from main import EXIT_SETTINGS, main
+from main import EXIT_INTERRUPTED, EXIT_SETTINGS, main
 from tests.serving import ServerProcess, served
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
@@ -220,6 +222,15 @@ def test_health_answers_before_the_model_does_and_a_failed_start_is_reported(tmp
         assert http.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("keys", [True, False])
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_ctrl_c_ends_the_server_without_a_traceback(tmp_path: Path, keys: bool) -> None:
+    with served(tmp_path, *([] if keys else ["--disable-auth", "true"])) as server:
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(60) == EXIT_INTERRUPTED
+    assert not any("Traceback" in line for line in server.log)
+
+
 def test_keys_are_made_on_a_first_start_and_never_logged(tmp_path: Path) -> None:
     lines: list[str] = []
     sink = logger.add(lines.append)
@@ -246,3 +257,12 @@ def test_export_config_and_export_openapi(tmp_path: Path, monkeypatch: pytest.Mo
     assert "recurrent_checkpoint_interval_pp:" in (tmp_path / "config_sample.yml").read_text(encoding="utf-8")
     assert main(["export-openapi", "--export-path", "api.json"]) == 0
     assert "/v1/chat/completions" in json.loads((tmp_path / "api.json").read_text(encoding="utf-8"))["paths"]
+
+
+@pytest.mark.parametrize("command", ["export-config", "export-openapi"])
+def test_an_export_that_cannot_be_written_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "--export-path", "no-such-folder/file"]) == EXIT_SETTINGS
+    assert "no-such-folder/file cannot be written" in capsys.readouterr().err

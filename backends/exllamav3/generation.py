@@ -53,7 +53,7 @@ def start_job(
 
     Raises:
         ContextLengthExceeded: the prompt does not fit.
-        InvalidRequest: the prompt is empty or holds ids outside the vocabulary.
+        InvalidRequest: the prompt is empty or holds ids outside the vocabulary, or no token may be sampled.
     """
     ids = _prompt_ids(request, tokenizer, add_bos)
     prompt_tokens = ids.shape[-1]
@@ -73,14 +73,15 @@ def start_job(
         min_new_tokens=request.min_tokens,
         sampler=build_sampler(request.sampling, tokenizer, eos_token_ids),
         seed=request.seed,
-        stop_conditions=[*request.stop_strings, *request.stop_tokens, *eos_token_ids],
+        stop_conditions=[*request.stop_strings, *_known_tokens(request.stop_tokens, tokenizer), *eos_token_ids],
         decode_special_tokens=True,  # the parsers of reasoning and tool calls look for them
         banned_strings=request.banned_strings or None,
         token_healing=request.token_healing,
         return_probs=request.logprobs is not None,
         return_top_tokens=request.logprobs or 0,
         max_rq_tokens=limits.max_rq_tokens,
-        stop_on_loop=(window, LOOP_REPETITIONS) if window > 1 else None,
+        # Each token of the window costs memory, and one that the answer cannot fill finds nothing.
+        stop_on_loop=(window, LOOP_REPETITIONS) if LOOP_REPETITIONS < window <= max_new_tokens else None,
     )
     return EngineJob(job, prompt_tokens, tokenizer)
 
@@ -142,6 +143,14 @@ def _prompt_ids(request: GenerationRequest, tokenizer: Tokenizer, add_bos: bool)
     if ids.shape[-1] == 0:
         raise InvalidRequest("prompt is empty: the model needs at least one token to start from.", param="prompt")
     return ids
+
+
+def _known_tokens(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Those of the vocabulary. One outside of it is never sampled, and a generator that meets it ends for everybody.
+
+    Biases and bans of such tokens are left out by the engine itself.
+    """
+    return [token for token in tokens if token < tokenizer.actual_vocab_size]
 
 
 def check_token_ids(tokens: list[int], tokenizer: Tokenizer, param: str) -> None:

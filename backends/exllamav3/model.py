@@ -103,12 +103,12 @@ class ExllamaV3Container:
         self.generator: AsyncGenerator | None = None
 
         self.config = _read_config(directory)
+        _check_weight_files(directory)
         self._check_devices()
         self.config.infer_params.moe_cpu_offload = model_settings.cpu_moe_offload_layers or 0
         self.model = Model.from_config(self.config)
-        self.tokenizer = Tokenizer.from_config(self.config)
+        self.tokenizer, self.add_bos = _read_tokenizer(self.config, directory)
         self.eos_token_ids: list[int] = list(self.config.eos_token_id_list)
-        self.add_bos = _adds_bos(directory)
         self.recurrent = bool(self.model.caps.get("recurrent_states"))
         self.dimensions = self._dimensions()
         self.draft = self._draft()
@@ -141,7 +141,8 @@ class ExllamaV3Container:
     # --- checks and derived values ------------------------------------------------------------------------------
 
     def _check_devices(self) -> None:
-        method = (self.config.config_dict.get("quantization_config") or {}).get("quant_method")
+        quantisation = self.config.config_dict.get("quantization_config")
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
         if method in FOREIGN_QUANTISATIONS:
             raise Unsupported(
                 f"{self.directory.name} is quantised as {method}, which ExLlamaV3 cannot read. "
@@ -362,9 +363,31 @@ class ExllamaV3Container:
 def _read_config(directory: Path) -> Config:
     try:
         return Config.from_directory(str(directory))
-    except (AssertionError, KeyError, ValueError, OSError) as error:
+    except (AssertionError, KeyError, TypeError, ValueError, OSError) as error:
         # The engine's words name the file and what it misses in it.
         raise InvalidRequest(f"{directory.name} is not a model that ExLlamaV3 can load: {error}") from error
+
+
+def _check_weight_files(directory: Path) -> None:
+    """Raise InvalidRequest where a download is incomplete, which the engine would find out while it loads."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        named = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        missing = sorted(name for name in named if not (directory / name).is_file())
+    else:
+        missing = [] if any(directory.glob("*.safetensors")) else ["*.safetensors"]
+    if missing:
+        raise InvalidRequest(f"{directory.name} is incomplete: {', '.join(missing)} missing. Download it again.")
+
+
+def _read_tokenizer(config: Config, directory: Path) -> tuple[Tokenizer, bool]:
+    """The tokenizer, and whether it puts a BOS token before a text."""
+    try:
+        return Tokenizer.from_config(config), _adds_bos(directory)
+    except Exception as error:  # the libraries that read these files raise what they like
+        raise InvalidRequest(
+            f"The tokenizer of {directory.name} (tokenizer.json, tokenizer_config.json) cannot be read: {error}"
+        ) from error
 
 
 def _adds_bos(directory: Path) -> bool:

@@ -21,9 +21,12 @@ from backends.exllamav3.engine import (
     Tokenizer,
     dry_sequence_breaker_tokens,
 )
+from common.errors import InvalidRequest
 from common.sampling import SamplingParameters
 
 WHOLE_CONTEXT = 10**8  # tokens; the engine's penalties know no "everything"
+# A lower one is greedy: logits divided by it would no longer be numbers.
+LOWEST_TEMPERATURE = 1e-5
 
 
 def build_sampler(parameters: SamplingParameters, tokenizer: Tokenizer, eos_token_ids: list[int]) -> CustomSampler:
@@ -45,10 +48,11 @@ def build_sampler(parameters: SamplingParameters, tokenizer: Tokenizer, eos_toke
         SS_BanTokens(_banned(p, tokenizer, eos_token_ids)),
     ]
     adaptive = p.adaptive_target < 1.0
-    if p.temperature == 0.0 and not adaptive:
+    greedy = p.temperature < LOWEST_TEMPERATURE
+    if greedy and not adaptive:
         return CustomSampler([*penalties, SS_Argmax()])
 
-    temperature = p.temperature or 1.0
+    temperature = 1.0 if greedy else p.temperature
     return CustomSampler(
         [
             *penalties,
@@ -64,9 +68,12 @@ def build_sampler(parameters: SamplingParameters, tokenizer: Tokenizer, eos_toke
 
 
 def _banned(parameters: SamplingParameters, tokenizer: Tokenizer, eos_token_ids: list[int]) -> list[int]:
+    vocabulary = range(tokenizer.actual_vocab_size)
     banned = set(parameters.banned_tokens)
     if parameters.ban_eos_token:
         banned.update(eos_token_ids)
     if parameters.allowed_tokens:
-        banned.update(set(range(tokenizer.actual_vocab_size)).difference(parameters.allowed_tokens))
+        banned.update(set(vocabulary).difference(parameters.allowed_tokens))
+    if banned.issuperset(vocabulary):
+        raise InvalidRequest("allowed_tokens leaves no token that is not banned.", param="allowed_tokens")
     return sorted(banned)

@@ -47,12 +47,14 @@ v1 = APIRouter(route_class=CoreRoute)  # below /v1
 
 
 @router.get("/health", openapi_extra=OPEN)
+@router.head("/health", openapi_extra=OPEN, include_in_schema=False)
 async def health() -> Health:
     """The server answers. Whether a model does says /ready."""
     return Health()
 
 
 @router.get("/ready", openapi_extra=OPEN)
+@router.head("/ready", openapi_extra=OPEN, include_in_schema=False)
 async def ready(state: State) -> Readiness:
     """A model answers; else 503 with the reason."""
     client = state.manager.require()

@@ -57,6 +57,13 @@ def test_names_that_clients_use(alias: str, name: str, value: object) -> None:
     [
         ("temperature", -0.1), ("temperature", 10.1), ("temperature", float("nan")), ("top_k", -2), ("top_p", 1.1),
         ("min_p", -0.1), ("repetition_penalty", 0), ("presence_penalty", float("inf")), ("max_tokens", -2),
+        ("repetition_penalty", 1e39), ("repetition_penalty", 1e-320), ("frequency_penalty", 1e39),
+        ("dry_multiplier", 1e39),
+        ("dry_multiplier", -1), ("dry_base", -1), ("dry_range", -2), ("top_k", 2**31), ("loop_detect_window", 10**30),
+        ("stop", [-1]),
+        ("stop", [10**30]),
+        ("logit_bias", {str(10**30): 1}), ("logit_bias", {"1": 1e39}), ("banned_tokens", "99999999999"),
+        ("dry_sequence_breakers", "[" * 100_000),
         ("min_tokens", -1), ("logit_bias", {"x": 1}), ("logit_bias", {"1": float("nan")}), ("banned_tokens", [-1]),
         ("dry_sequence_breakers", "a, b"), ("stop", [1.5]), ("stop", [True]), ("top_logprobs", 21),
     ],
@@ -149,7 +156,7 @@ def test_unknown_parameters_and_empty_overrides_are_left_out(tmp_path: Path) -> 
     assert set(mine.overrides) == {"min_p"}
 
 
-@pytest.mark.parametrize("name", ["absent", "../mine", ""])
+@pytest.mark.parametrize("name", ["absent", "../mine", "", "x" * 5000])
 def test_only_names_of_presets_are_taken(tmp_path: Path, name: str) -> None:
     (tmp_path / "mine.yml").write_text("", encoding="utf-8")
     with pytest.raises(NotFound):

@@ -285,6 +285,11 @@ def test_file_of_another_shape_stops_the_start(read: Read, text: str) -> None:
         read(text)
 
 
+def test_endless_nesting_stops_the_start(read: Read) -> None:
+    with pytest.raises(SettingsError, match="nested too deeply"):
+        read("x: " + "[" * 3000)
+
+
 def test_file_in_another_encoding_stops_the_start(read: Read, tmp_path: Path) -> None:
     (tmp_path / "config.yml").write_bytes("model: {model_name: ü}".encode("latin-1"))
     with pytest.raises(SettingsError, match="UTF-8"):

@@ -246,3 +246,11 @@ def test_special_tokens_as_text_or_object(tmp_path: Path) -> None:
     assert template.begins_with_bos("<s>x")
     assert not template.begins_with_bos("x<s>")
     assert not ChatTemplate("t", "").begins_with_bos("x")
+
+
+def test_a_template_in_another_encoding_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "tabby_template.jinja").write_bytes(b"\xff\xfe{{ x }}")
+    (tmp_path / "chat_template.jinja").write_text("mine", encoding="utf-8")
+    found = find_template(tmp_path)
+    assert found is not None
+    assert found.source == "mine"

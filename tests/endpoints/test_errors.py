@@ -24,11 +24,17 @@ def post(server: RunningServer, path: str, body: object) -> dict[str, Any]:
         ({"temperature": 99}, "temperature", "temperature should be less than or equal to 10, not 99"),
         ({"top_p": "x"}, "top_p", 'not "x"'),
         ({"n": 0}, "n", "greater than or equal to 1, not 0"),
+        ({"logprobs": 21}, "logprobs", "less than or equal to 20, not 21"),
+        ({"stop": [-1]}, "stop", "must be a string, or a list of strings and token ids"),
         ({"stop": {"a": 1}}, "stop", "must be a string, or a list of strings and token ids"),
         ({"min_tokens": 50, "max_tokens": 10}, "min_tokens", "min_tokens (50) must not be larger than max_tokens (10)"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x", "valid integer"),
         ({"messages": []}, "messages", "at least 1 item"),
-        ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content", "list, not 7"),
+        (
+            {"messages": [{"role": "user", "content": 7}]},
+            "messages.0.content",
+            "a string or a list of content parts, not 7",
+        ),
         ({"messages": [{"role": "user", "content": [{"text": 7}]}]}, "messages.0.content.0.text", "string, not 7"),
         ({"messages": None}, "messages", "messages is missing"),
         ({"stream": "perhaps"}, "stream", "boolean"),
@@ -68,6 +74,20 @@ def test_broken_json_is_told_with_its_place(server: RunningServer) -> None:
     assert "character 15" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "content", [b'{"prompt": "\xff"}', b"[" * 100_000, b'{"prompt": "x", "max_tokens": ' + b"1" * 5000 + b"}"]
+)
+def test_a_body_that_json_cannot_read(server: RunningServer, content: bytes) -> None:
+    response = server.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert "cannot be read as JSON" in response.json()["error"]["message"]
+
+
+def test_a_token_id_that_no_model_has(server: RunningServer) -> None:
+    response = server.http.post("/v1/completions", json={"prompt": [10**30]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
 @pytest.mark.parametrize("content", [b"", b"[1]", b'"text"', b"null"])
 def test_a_body_that_is_no_object(server: RunningServer, content: bytes) -> None:
     response = server.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
@@ -85,6 +105,7 @@ def test_unknown_routes_and_methods_have_the_envelope(server: RunningServer) -> 
     unknown, wrong = server.http.get("/v1/nothing"), server.http.get("/v1/completions")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["Allow"] == "POST"
 
 
 def test_tabbys_own_routes_repeat_the_message_as_detail(server: RunningServer) -> None:

@@ -17,7 +17,11 @@ class ContentPart(RequestModel):
 
 
 def _content_parts(value: object) -> object:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise ValueError("should be a string or a list of content parts")
+    return value
 
 
 # A text is the same as one part with it.
@@ -65,8 +69,8 @@ class ChatMessage(RequestModel):
         for index, part in enumerate(self.content):
             if part.type != "text":
                 raise Unsupported(
-                    f"The loaded model takes text only; a content part of type {part.type!r} needs vision, which "
-                    "is not available here.",
+                    f"The loaded model takes text only, not a content part of type {part.type!r}. Images would need "
+                    "vision, which is not available here.",
                     param=f"{path}.content.{index}",
                 )
         return "".join(part.text for part in self.content)

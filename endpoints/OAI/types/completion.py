@@ -6,6 +6,7 @@ from typing import Annotated, Literal, TypeAlias, TypeGuard
 
 from pydantic import BaseModel, Field, PlainValidator
 
+from common.sampling import is_token_id
 from endpoints.OAI.types.common import LEFT_OUT_IF_NONE, Choice, Envelope, GenerationFields, Usage
 
 Prompt: TypeAlias = str | list[int]  # text, or token ids
@@ -14,7 +15,7 @@ MAX_PROMPTS = 128
 
 
 def _is_tokens(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and bool(value) and all(map(is_token_id, value))
 
 
 def _is_prompt(value: object) -> TypeGuard[Prompt]:

@@ -19,6 +19,7 @@ from common.errors import Unsupported
 from common.generation import Finish, GenerationRequest
 from endpoints.errors import openai_error
 from endpoints.OAI.types.common import Envelope, GenerationFields, PromptTokensDetails, Usage
+from endpoints.request_log import record_generations
 from endpoints.state import ServerState
 from endpoints.streaming import Answers, EventStream, IndexedEvents, stream_answers, unless_disconnected
 
@@ -44,8 +45,9 @@ async def respond(
     stream: bool,
 ) -> R | EventStream:
     """Generate, and give up when the client goes away."""
+    await record_generations(request, state.settings.logging, generations)
     answers = Answers(client, generations)
-    if stream:
+    if stream and not state.settings.developer.disable_request_streaming:
         ping = state.settings.network.sse_ping_interval
         return await stream_answers(answers, codec.stream, render_error=openai_error, ping=ping)
     async with answers:

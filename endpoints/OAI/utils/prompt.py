@@ -100,6 +100,6 @@ def _arguments(given: str | dict[str, Any]) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(given)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = given
     return value if isinstance(value, dict) else {"arguments": value}

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import pytest
 from loguru import logger
 
@@ -263,7 +264,83 @@ def test_a_folder_of_another_engine_is_refused_by_name(tmp_path: Path, tiny_llam
         ExllamaV3Container.create(folder, load_settings())
 
 
+@pytest.mark.parametrize("shards", [False, True])
+def test_missing_weights_are_noticed_before_anything_is_loaded(tmp_path: Path, tiny_llama: Path, shards: bool) -> None:
+    folder = tmp_path / "partial"
+    shutil.copytree(tiny_llama, folder)
+    if shards:
+        index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    else:
+        (folder / "model.safetensors").unlink()
+    with pytest.raises(InvalidRequest, match="partial is incomplete: .*safetensors missing"):
+        ExllamaV3Container.create(folder, load_settings())
+
+
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchForCausalLM"]}')
     with pytest.raises(InvalidRequest, match="NoSuchForCausalLM"):
         ExllamaV3Container.create(tmp_path, load_settings())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"stop_tokens": [1_000_000], "min_tokens": 3},
+        {"sampling": SamplingParameters(temperature=0.0, logit_bias={1_000_000: 1.0})},
+        {"sampling": SamplingParameters(temperature=0.0, banned_tokens=[1_000_000])},
+        {"sampling": SamplingParameters(temperature=0.0, allowed_tokens=[*range(1024), 1_000_000])},
+    ],
+)
+async def test_token_ids_of_another_model_change_nothing(tiny_llama: Path, given: dict[str, Any]) -> None:
+    """Clients send fixed lists of them. The engine must not meet them: it would end for every request."""
+    async with loaded(tiny_llama) as container:
+        plain, _ = await answer(container, "The river")
+        request = GenerationRequest(prompt="The river", sampling=GREEDY, max_tokens=8)
+        job = container.start(msgspec.structs.replace(request, **given))
+        text = "".join([event.text async for event in job.events() if isinstance(event, TextDelta)])
+        assert text == plain
+        assert not container.broken()
+
+
+async def test_a_request_that_may_sample_no_token_is_refused(tiny_llama: Path) -> None:
+    async with loaded(tiny_llama) as container:
+        sampling = SamplingParameters(allowed_tokens=[5], banned_tokens=[5])
+        with pytest.raises(InvalidRequest, match="no token"):
+            container.start(GenerationRequest(prompt="x", sampling=sampling))
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 10**9])
+async def test_any_loop_window_is_taken(tiny_llama: Path, window: int) -> None:
+    sampling = SamplingParameters(temperature=0.0, loop_detect_window=window)
+    async with loaded(tiny_llama) as container:
+        job = container.start(GenerationRequest(prompt="x", sampling=sampling, max_tokens=2))
+        assert isinstance([event async for event in job.events()][-1], Finish)
+
+
+async def test_a_temperature_next_to_nothing_is_greedy(tiny_llama: Path) -> None:
+    async with loaded(tiny_llama) as container:
+        texts = []
+        for temperature in (0.0, 1e-40):
+            sampling = SamplingParameters(temperature=temperature)
+            job = container.start(GenerationRequest(prompt="a b c", sampling=sampling, max_tokens=8))
+            texts.append("".join([event.text async for event in job.events() if isinstance(event, TextDelta)]))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_tokenizer_names_its_files(tmp_path: Path, tiny_llama: Path, name: str) -> None:
+    folder = tmp_path / "torn"
+    shutil.copytree(tiny_llama, folder)
+    (folder / name).write_text("{", encoding="utf-8")
+    with pytest.raises(InvalidRequest, match=r"tokenizer of torn .*cannot be read"):
+        ExllamaV3Container.create(folder, load_settings(**SMALL))
+
+
+def test_a_config_with_values_of_the_wrong_type_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
+    folder = tmp_path / "odd"
+    shutil.copytree(tiny_llama, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "many"}), encoding="utf-8")
+    with pytest.raises(InvalidRequest, match="hidden_size"):
+        ExllamaV3Container.create(folder, load_settings(**SMALL))

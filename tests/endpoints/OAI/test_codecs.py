@@ -160,6 +160,14 @@ def test_messages_as_templates_see_them() -> None:
     assert render_messages(body.messages, knows, ModelConfig(), {}) == "developer"
 
 
+@pytest.mark.parametrize("arguments", ['{"a":' * 100_000, '{"path": "/s', "[1]", ""])
+def test_a_call_that_a_model_once_botched_does_not_end_the_chat(arguments: str) -> None:
+    call = {"id": "c1", "function": {"name": "ls", "arguments": arguments}}
+    body = ChatCompletionRequest.model_validate({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    template = ChatTemplate("t", "{{ messages[0].tool_calls[0].function.arguments is mapping }}")
+    assert render_prompt(body, template, ModelConfig()) == "True"
+
+
 def test_tools_reach_the_template_as_they_came() -> None:
     tool = {"function": {"strict": True, "name": "f", "x-vendor": None}, "type": "function"}
     body = ChatCompletionRequest.model_validate({"messages": [{"content": "hi"}], "tools": [tool]})

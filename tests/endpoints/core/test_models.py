@@ -34,6 +34,7 @@ def test_without_a_model_the_server_is_healthy_and_not_ready(empty_server: Runni
     response = empty_server.anonymous.get("/ready")
     assert response.status_code == 503
     assert "No model is loaded" in response.json()["detail"]
+    assert [empty_server.anonymous.head(path).status_code for path in ("/health", "/ready")] == [200, 503]
     for method, path in (("GET", "/v1/model"), ("GET", "/props"), ("POST", "/v1/model/unload")):
         assert empty_server.admin.request(method, path).status_code == 503
     for path, body in (
@@ -126,6 +127,8 @@ def test_a_load_tells_its_progress_and_ends(empty_server: RunningServer) -> None
         ({"model_name": ""}, 400, "model_name"),
         ({"model_name": "../alpha"}, 400, "model_name"),
         ({"model_name": "gamma"}, 404, "model_name"),
+        ({"model_name": "x" * 5000}, 404, "model_name"),
+        ({"model_name": "alpha", "prompt_template": "x" * 5000}, 400, "prompt_template"),
         ({"model_name": "alpha", "recurrent_checkpoint_interval": 1000}, 400, "recurrent_checkpoint_interval"),
         ({"model_name": "alpha", "recurrent_checkpoint_interval_pp": 0}, 400, "recurrent_checkpoint_interval_pp"),
         ({"model_name": "alpha", "cache_size": 1000}, 400, "cache_size"),
