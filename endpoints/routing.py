@@ -75,7 +75,8 @@ class ApiRoute(APIRoute):
                 failure = to_server_error(error)
                 # What a request got wrong is quoted to its sender only: it may be part of a prompt.
                 what = failure.param if isinstance(failure, InvalidRequest) else failure.message
-                logger.info("Not served: {} ({})", failure.code, what)
+                # Open routes are asked over and over by whatever watches the server.
+                logger.log("DEBUG" if level == "none" else "INFO", "Not served: {} ({})", failure.code, what)
                 return error_response(failure, self.render_error)
 
         return guarded

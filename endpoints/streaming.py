@@ -163,12 +163,13 @@ class EventStream(EventSourceResponse):
         cleanup: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__(
-            _frames(payloads, render_error),
+            self._frames(payloads, render_error),
             ping=ping,
             shutdown_grace_period=SHUTDOWN_GRACE_SECONDS,
-            client_close_handler_callable=_log_disconnect,
+            client_close_handler_callable=self._log_disconnect,
         )
         self._cleanup = cleanup
+        self._complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -177,20 +178,21 @@ class EventStream(EventSourceResponse):
             if self._cleanup is not None:
                 await self._cleanup()
 
+    async def _frames(self, payloads: AsyncIterator[str], render_error: RenderError) -> AsyncIterator[ServerSentEvent]:
+        try:
+            async for payload in payloads:
+                yield ServerSentEvent(payload)
+        except Exception as error:
+            told = to_server_error(error)
+            logger.info("The stream ends with an error: {}", told.message)
+            yield ServerSentEvent(dump_json(render_error(told)))
+        self._complete = True
+        yield ServerSentEvent(DONE)
 
-async def _log_disconnect(message: Message) -> None:
-    logger.info("The client has gone before the end of its stream")
-
-
-async def _frames(payloads: AsyncIterator[str], render_error: RenderError) -> AsyncIterator[ServerSentEvent]:
-    try:
-        async for payload in payloads:
-            yield ServerSentEvent(payload)
-    except Exception as error:
-        told = to_server_error(error)
-        logger.info("The stream ends with an error: {}", told.message)
-        yield ServerSentEvent(dump_json(render_error(told)))
-    yield ServerSentEvent(DONE)
+    async def _log_disconnect(self, message: Message) -> None:
+        # Many clients close the connection as soon as they read the terminator.
+        if not self._complete:
+            logger.info("The client has gone before the end of its stream")
 
 
 async def stream_answers(

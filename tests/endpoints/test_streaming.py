@@ -9,6 +9,7 @@ import time
 
 import httpx
 import pytest
+from loguru import logger
 
 from tests.endpoints.running import RunningServer, eventually
 
@@ -109,3 +110,19 @@ def test_streams_are_told_why_they_end(empty_server: RunningServer, end: str) ->
         *_, error, done = list(lines)
     assert done == "data: [DONE]"
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "request_cancelled"
+
+
+@pytest.mark.parametrize(("prompt", "until", "left_early"), [("COUNT", "[DONE]", False), ("STALL", "role", True)])
+def test_only_a_client_that_leaves_before_the_end_is_logged(
+    server: RunningServer, prompt: str, until: str, left_early: bool
+) -> None:
+    """OpenAI's client closes the connection as soon as it reads the terminator."""
+    lines: list[str] = []
+    sink = logger.add(lines.append, format="{message}")
+    try:
+        with server.http.stream("POST", CHAT, json=body(prompt, stream=True)) as response:
+            next(line for line in response.iter_lines() if until in line)
+        eventually(lambda: any(CHAT in line for line in lines))
+    finally:
+        logger.remove(sink)
+    assert any("has gone" in line for line in lines) == left_early
