@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from common.config_models import ModelParameters
 from common.errors import InvalidRequest, Unsupported
-from common.generation import Finish, GenerationRequest, Prefill, SampledLogprob, TextDelta, TokenLogprob
+from common.generation import Finish, GenerationRequest, Prefill, SampledLogprob, TokenLogprob
 from common.templating import ChatTemplate
 from endpoints.OAI.types import chat
 from endpoints.OAI.types.chat import (
@@ -21,7 +21,7 @@ from endpoints.OAI.types.chat import (
     Delta,
 )
 from endpoints.OAI.types.common import Envelope
-from endpoints.OAI.utils.generation import generation_requests, total_usage
+from endpoints.OAI.utils.generation import collect, generation_requests, total_usage
 from endpoints.OAI.utils.prompt import render_prompt
 from endpoints.streaming import IndexedEvents
 
@@ -76,15 +76,7 @@ class ChatCodec:
             yield ChatCompletionChunk(**self._head, choices=[], usage=usage).model_dump_json()
 
     async def collect(self, answers: IndexedEvents) -> ChatCompletion:
-        texts = [""] * self._n
-        logprobs: list[list[SampledLogprob]] = [[] for _ in range(self._n)]
-        finishes: dict[int, Finish] = {}
-        async for index, event in answers:
-            if isinstance(event, TextDelta):
-                texts[index] += event.text
-                logprobs[index] += event.logprobs
-            elif isinstance(event, Finish):
-                finishes[index] = event
+        texts, logprobs, finishes = await collect(answers, self._n)
         choices = [
             ChatChoice(
                 index=index,

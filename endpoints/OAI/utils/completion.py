@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from common.errors import Unsupported
-from common.generation import Finish, GenerationRequest, Prefill, SampledLogprob, TextDelta
+from common.generation import Finish, GenerationRequest, Prefill, SampledLogprob
 from endpoints.OAI.types.common import Envelope
 from endpoints.OAI.types.completion import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from endpoints.OAI.utils.generation import generation_requests, total_usage
+from endpoints.OAI.utils.generation import collect, generation_requests, total_usage
 from endpoints.streaming import IndexedEvents
 
 
@@ -70,15 +70,7 @@ class CompletionCodec:
             yield Completion(**self._head, choices=[], usage=usage).model_dump_json()
 
     async def collect(self, answers: IndexedEvents) -> Completion:
-        texts = [""] * self._answers
-        logprobs: list[list[SampledLogprob]] = [[] for _ in range(self._answers)]
-        finishes: dict[int, Finish] = {}
-        async for index, event in answers:
-            if isinstance(event, TextDelta):
-                texts[index] += event.text
-                logprobs[index] += event.logprobs
-            elif isinstance(event, Finish):
-                finishes[index] = event
+        texts, logprobs, finishes = await collect(answers, self._answers)
         choices = [
             _final_choice(index, texts[index], _render(logprobs[index], 0), finishes[index])
             for index in range(self._answers)

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from hashlib import blake2s
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from backends.client import EngineClient
 from backends.messages import ModelInfo
 from common.errors import Unsupported
-from common.generation import Finish, GenerationRequest
+from common.generation import Finish, GenerationRequest, SampledLogprob, TextDelta
 from endpoints.errors import openai_error
 from endpoints.OAI.types.common import Envelope, GenerationFields, PromptTokensDetails, Usage
 from endpoints.request_log import record_generations
@@ -97,6 +97,26 @@ def _refuse(param: str, value: str) -> None:
         "help nobody. Leave the field out.",
         param=param,
     )
+
+
+class WholeAnswers(NamedTuple):
+    """All answers to a request, by index."""
+
+    texts: list[str]
+    logprobs: list[list[SampledLogprob]]
+    finishes: dict[int, Finish]
+
+
+async def collect(answers: IndexedEvents, count: int) -> WholeAnswers:
+    """Wait for the end of `count` answers."""
+    whole = WholeAnswers([""] * count, [[] for _ in range(count)], {})
+    async for index, event in answers:
+        if isinstance(event, TextDelta):
+            whole.texts[index] += event.text
+            whole.logprobs[index] += event.logprobs
+        elif isinstance(event, Finish):
+            whole.finishes[index] = event
+    return whole
 
 
 def new_envelope(prefix: str, info: ModelInfo) -> Envelope:
