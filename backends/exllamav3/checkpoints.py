@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from backends.messages import CheckpointInfo
+from common.config_models import PAGE_TOKENS
 
-PAGE_TOKENS = 256  # the engine's cache page; marks lie on its multiples
 DEFAULT_INTERVAL = 2048  # of a model that does not name another
 DEFAULT_INTERVAL_PP = 32768
 

@@ -34,17 +34,15 @@ from backends.exllamav3.engine import (
 )
 from backends.exllamav3.generation import EngineJob, Limits, check_token_ids, start_job
 from backends.messages import LoadProgress, ModelComponent, ModelInfo
-from common.config_models import LoadSettings
+from common.config_models import PAGE_TOKENS, LoadSettings
 from common.errors import InvalidRequest, Unsupported
 from common.generation import GenerationRequest
 from common.model_folder import model_folder
 
-PAGE_SIZE = 256  # tokens, the engine's
 MIB = 1024**2
 DEFAULT_MAX_SEQ_LEN = 8192  # where neither the user nor the model's config names one
-# Recurrent models hold a state per slot in VRAM, so the default stays small.
 DEFAULT_MAX_BATCH_SIZE = 128
-DEFAULT_MAX_BATCH_SIZE_RECURRENT = 4
+DEFAULT_MAX_BATCH_SIZE_RECURRENT = 4  # small, since such models hold a state for each slot in VRAM
 DEFAULT_DRAFT_TOKENS = 4
 # Lowest CUDA compute capability that the engine's kernels are written for (Ampere).
 LOWEST_COMPUTE_CAPABILITY = 8
@@ -105,7 +103,7 @@ class ExllamaV3Container:
         self.config = _read_config(directory)
         _check_weight_files(directory)
         self._check_devices()
-        self.config.infer_params.moe_cpu_offload = model_settings.cpu_moe_offload_layers or 0
+        self.config.infer_params.moe_cpu_offload = model_settings.cpu_moe_offload_layers
         self.model = Model.from_config(self.config)
         self.tokenizer, self.add_bos = _read_tokenizer(self.config, directory)
         self.eos_token_ids: list[int] = list(self.config.eos_token_id_list)
@@ -186,15 +184,13 @@ class ExllamaV3Container:
             )
             max_seq_len = cache_size
         default_batch = DEFAULT_MAX_BATCH_SIZE_RECURRENT if self.recurrent else DEFAULT_MAX_BATCH_SIZE
-        chunk_size = model.chunk_size or 2048
-        if chunk_size % PAGE_SIZE:
-            self.warnings.append(
-                f"chunk_size {chunk_size} is rounded up to {_round_up(chunk_size)}, a multiple of 256."
-            )
+        chunk_size = _round_up(model.chunk_size)
+        if chunk_size != model.chunk_size:
+            self.warnings.append(f"chunk_size {model.chunk_size} is rounded up to {chunk_size}, a multiple of 256.")
         return Dimensions(
             max_seq_len=max_seq_len,
             cache_size=cache_size,
-            chunk_size=_round_up(chunk_size),
+            chunk_size=chunk_size,
             max_batch_size=model.max_batch_size or default_batch,
         )
 
@@ -225,13 +221,13 @@ class ExllamaV3Container:
         window = tokens or model.caps.get("default_draft_size", DEFAULT_DRAFT_TOKENS)
         return Draft(mode, name, model, tokens, window=window)
 
-    def _new_cache(self, model: Model, mode: str | None, history: int) -> Cache:
+    def _new_cache(self, model: Model, mode: str, history: int) -> Cache:
         sizes: dict[str, Any] = {
             "max_num_tokens": self.dimensions.cache_size,
             "max_batch_size": self.dimensions.max_batch_size,
             "max_history": history,
         }
-        bits = _cache_bits(mode or "FP16")
+        bits = _cache_bits(mode)
         if bits is not None and DEVICE == "cpu":
             self.warnings.append(f"cache_mode {mode}: the CPU kernels keep the cache unquantised.")
             bits = None
@@ -258,10 +254,10 @@ class ExllamaV3Container:
         if DEVICE == "cpu":
             return arguments
         reserve = None
-        if settings.gpu_split_auto is not False and settings.autosplit_reserve:
+        if settings.gpu_split_auto and settings.autosplit_reserve:
             reserve = [megabytes / 1024 for megabytes in settings.autosplit_reserve]
         if settings.tensor_parallel and gpu_count() > 1:
-            arguments |= {"tensor_p": True, "tp_backend": settings.tensor_parallel_backend or "native"}
+            arguments |= {"tensor_p": True, "tp_backend": settings.tensor_parallel_backend}
         return arguments | _placement(settings.gpu_split, reserve)
 
     async def create_generator(self) -> None:
@@ -275,7 +271,7 @@ class ExllamaV3Container:
             draft_model=draft.model if draft else None,
             draft_cache=self.draft_cache,
             num_draft_tokens=draft.num_tokens if draft else None,
-            dynamic_draft_tokens=bool(self.settings.draft_model.dynamic_draft),
+            dynamic_draft_tokens=self.settings.draft_model.dynamic_draft,
             ngram_match_min=draft.ngram_match_min if draft else 0,
             max_batch_size=self.dimensions.max_batch_size,
             max_chunk_size=self.dimensions.chunk_size,
@@ -288,7 +284,6 @@ class ExllamaV3Container:
 
     def info(self) -> ModelInfo:
         assert self.generator is not None
-        settings = self.settings.model
         return ModelInfo(
             name=self.directory.name,
             directory=str(self.directory),
@@ -296,7 +291,7 @@ class ExllamaV3Container:
             max_seq_len=self.dimensions.max_seq_len,
             cache_size=self.dimensions.cache_size,
             max_batch_size=self.generator.generator.max_batch_size,
-            cache_mode=settings.cache_mode or "FP16",
+            cache_mode=self.settings.model.cache_mode,
             chunk_size=self.dimensions.chunk_size,
             use_vision=False,
             device=DEVICE,
@@ -339,10 +334,10 @@ class ExllamaV3Container:
         return Limits(
             max_seq_len=self.dimensions.max_seq_len,
             cache_capacity=self.dimensions.cache_size - engine.max_draft_tokens,
-            max_rq_tokens=self.dimensions.chunk_size if self.settings.model.output_chunking is not False else None,
+            max_rq_tokens=self.dimensions.chunk_size if self.settings.model.output_chunking else None,
             allocation_boundary=engine.recurrent_checkpoint_interval
             if engine.recurrent_cache is not None
-            else PAGE_SIZE,
+            else PAGE_TOKENS,
         )
 
     def encode(self, text: str, *, add_bos: bool | None, encode_special_tokens: bool) -> list[int]:
@@ -422,4 +417,4 @@ def _progress(component: ModelComponent, steps: Iterator[tuple[int, int]]) -> It
 
 
 def _round_up(tokens: int) -> int:
-    return -(-tokens // PAGE_SIZE) * PAGE_SIZE
+    return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
