@@ -30,8 +30,8 @@ posix_only = pytest.mark.skipif(os.name == "nt", reason="signals and shell scrip
 # Prints what it was given, then ends with status 7, or serves until a signal where it is told to.
 MAIN = """
 import os, signal, sys, time
-print("ARGUMENTS", sys.argv[1:], "GPUS", repr(os.environ.get("CUDA_VISIBLE_DEVICES")), flush=True)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+print("ARGUMENTS", sys.argv[1:], "GPUS", repr(os.environ.get("CUDA_VISIBLE_DEVICES")), flush=True)
 if "--serve" in sys.argv:
     time.sleep(60)
 sys.exit(7)
