@@ -19,7 +19,7 @@ from backends import messages
 from backends.messages import FromEngine, LoadProgress, ModelInfo, ToEngine
 from common.config_models import LoadSettings
 from common.errors import EngineFailed, ModelLoadFailed, ModelNotLoaded, RequestCancelled, ServerError
-from common.generation import Event, Finish, GenerationRequest
+from common.generation import Event, Finish, GenerationRequest, TextSpan
 
 WORKER_COMMAND = (sys.executable, "-m", "backends.worker")
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
@@ -213,11 +213,22 @@ class EngineClient:
             raise
         return generation
 
-    async def encode(self, text: str, *, add_bos: bool | None = None, encode_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. `add_bos` None: as the model's tokenizer_config says."""
+    async def encode(
+        self,
+        text: str,
+        *,
+        add_bos: bool | None = None,
+        encode_special_tokens: bool = True,
+        literals: Sequence[TextSpan] = (),
+    ) -> list[int]:
+        """Token ids of a text; the arguments mean what the fields of `GenerationRequest` do."""
         answer = await self._call(
             lambda call_id: messages.Encode(
-                id=call_id, text=text, add_bos=add_bos, encode_special_tokens=encode_special_tokens
+                id=call_id,
+                text=text,
+                add_bos=add_bos,
+                encode_special_tokens=encode_special_tokens,
+                literals=list(literals),
             )
         )
         assert isinstance(answer, messages.Encoded)

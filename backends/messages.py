@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from common.errors import ErrorRecord
-from common.generation import Event, GenerationRequest
+from common.generation import Event, GenerationRequest, TextSpan
 
 ModelComponent: TypeAlias = Literal["vision", "draft", "model"]
 
@@ -23,6 +23,14 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     interval_pp: int  # tokens, in the rest of a prompt
     bytes: int  # one checkpoint in host RAM
     capacity: int  # how many fit the budget
+
+
+class ControlToken(msgspec.Struct, frozen=True):
+    """A string that the tokenizer turns into one token wherever it stands in a text."""
+
+    text: str
+    token_id: int
+    special: bool  # false: the tokenizer calls it ordinary text, as most do with <think> or <tool_call>
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +50,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     draft_mode: str | None  # None: no drafting
     draft_model_name: str | None
     checkpoints: CheckpointInfo | None  # None: the model has no recurrent layers
+    vocab_size: int  # token ids go from 0 to this less 1
+    control_tokens: list[ControlToken]
     warnings: list[str]  # advice given at load, also in the log
 
 
@@ -78,6 +88,7 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
     text: str
     add_bos: bool | None  # None: as the model's tokenizer_config says
     encode_special_tokens: bool
+    literals: list[TextSpan] = []  # as in GenerationRequest
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):

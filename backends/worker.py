@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -24,7 +24,7 @@ from backends import messages
 from backends.messages import FromEngine, LoadProgress, ModelInfo, ToEngine
 from common.config_models import LoadSettings
 from common.errors import EngineFailed, ErrorRecord, ModelLoadFailed, ServerError
-from common.generation import Event, GenerationRequest
+from common.generation import Event, GenerationRequest, TextSpan
 
 
 class Job(Protocol):
@@ -57,7 +57,9 @@ class Container(Protocol):
     def start(self, request: GenerationRequest) -> Job:
         """Tokenise, check and queue. Raises `ServerError` for a request that cannot be served."""
 
-    def encode(self, text: str, *, add_bos: bool | None, encode_special_tokens: bool) -> list[int]: ...
+    def encode(
+        self, text: str, *, add_bos: bool | None, encode_special_tokens: bool, literals: Sequence[TextSpan]
+    ) -> list[int]: ...
 
     def decode(self, tokens: list[int], *, decode_special_tokens: bool) -> str: ...
 
@@ -183,7 +185,10 @@ class Worker:
         try:
             if isinstance(call, messages.Encode):
                 tokens = container.encode(
-                    call.text, add_bos=call.add_bos, encode_special_tokens=call.encode_special_tokens
+                    call.text,
+                    add_bos=call.add_bos,
+                    encode_special_tokens=call.encode_special_tokens,
+                    literals=call.literals,
                 )
                 return messages.Encoded(id=call.id, tokens=tokens)
             text = container.decode(call.tokens, decode_special_tokens=call.decode_special_tokens)

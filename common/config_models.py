@@ -302,6 +302,18 @@ class ModelParameters(Section):
     template_vars_force: Variables = {}
     """Variables for the chat template, used whatever a request sets."""
 
+    control_tokens_in_messages: bool = False
+    """Let strings such as <|im_end|> become control tokens where a message holds them, as TabbyAPI does. Whoever writes
+    part of a message can then forge turns."""
+
+    keep_volatile_lines: bool = False
+    """Keep lines that coding agents put before a system prompt and that change with every request, such as Claude
+    Code's billing header. They make every prompt differ from its beginning, so nothing cached can be used."""
+
+    sampler_preset: str | None = None
+    """Sampler preset for this model: the name of a .yml file in sampler_overrides/. Its parameters win over those of
+    sampling.override_preset."""
+
     force_enable_thinking: bool = False
     """Deprecated: the same as enable_thinking: true in template_vars_force, where that does not set it."""
 

@@ -14,6 +14,16 @@ import msgspec
 from common.sampling import SamplingParameters
 
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+TextSpan: TypeAlias = tuple[int, int]  # characters [start, end) of a text
+ConstraintKind: TypeAlias = Literal["json_schema", "regex", "lark", "gbnf"]
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """What an answer must match, from its first character to its last."""
+
+    kind: ConstraintKind
+    text: str  # a JSON schema as JSON, a regular expression in Rust's syntax, or a grammar
+    param: str  # path of the request's field that asked for it, for errors
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +33,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParameters
     add_bos: bool | None = None  # None: as the model's tokenizer_config says; ignored for token ids
     encode_special_tokens: bool = True  # whether strings like <|im_end|> in the text become control tokens
+    literals: list[TextSpan] = []  # parts of a prompt text where such strings are ordinary text all the same
     stop_strings: list[str] = []
     stop_tokens: list[int] = []  # beside the model's own end-of-sequence tokens
     max_tokens: int = 0  # 0: all that fits
@@ -31,13 +42,17 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     banned_strings: list[str] = []
     token_healing: bool = False
     logprobs: int | None = None  # None: off; 0: of the sampled token; k: and of the k most likely
+    constraints: list[Constraint] = []  # all hold at once
+    echo: bool = False  # report the prompt first, with its log-probabilities where `logprobs` asks for them
+    prompt_only: bool = False  # generate nothing: the echo, then a Finish
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Natural logarithm of a token's probability, finite."""
+    """Natural logarithm of a token's probability as the model gives it, before any sampler; finite."""
 
     token_id: int
-    token: str
+    token: str  # its text; bytes that are no complete character become U+FFFD
+    raw: bytes  # what it adds to the text, exactly
     logprob: float
 
 
@@ -61,8 +76,17 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 class Prefill(msgspec.Struct, frozen=True, tag=True):
     """A prefill chunk is done. Front ends may show it; it carries no text."""
 
-    done_tokens: int
-    total_tokens: int
+    done_tokens: int  # of total_tokens, the cached ones included
+    total_tokens: int  # of the prompt
+    cached_tokens: int = 0  # of done_tokens, those that were not processed
+
+
+class Echo(msgspec.Struct, frozen=True, tag=True):
+    """The prompt of a request with `echo`, before any of its answer."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[SampledLogprob | None] = []  # one for each token where asked for; None: nothing stands before it
 
 
 class TextDelta(msgspec.Struct, frozen=True, tag=True):
@@ -80,5 +104,5 @@ class Finish(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stop_sequence: str | None = None  # the stop string or token text that ended the answer
 
 
-Event: TypeAlias = Prefill | TextDelta | Finish
+Event: TypeAlias = Prefill | Echo | TextDelta | Finish
 EventStream: TypeAlias = AsyncIterator[Event]  # ends with a Finish, or raises a `common.errors.ServerError`

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from loguru import logger
 
 from common.errors import InvalidRequest
+from common.generation import TextSpan
 
 TEMPLATE_DIR = Path(__file__).resolve().parent.parent / "templates"
 SUFFIX = ".jinja"
@@ -23,6 +24,14 @@ SUFFIX = ".jinja"
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 Message: TypeAlias = dict[str, Any]  # as a template sees it: role, content and the rest, without null members
+
+
+class RenderedPrompt(NamedTuple):
+    """What a chat template made of a conversation."""
+
+    text: str
+    literals: list[TextSpan]  # where the text spells a control token because a message does; ordinary text
+    stop_strings: list[str]  # that the template declares
 
 
 class _GenerationBlock(Extension):

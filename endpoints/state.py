@@ -16,6 +16,7 @@ from common.config_models import Settings
 from common.errors import InvalidRequest
 from common.sampling import SamplerPresets
 from common.templating import ChatTemplate, find_template
+from endpoints.OAI.utils.prompt import PromptWriter
 
 _ATTRIBUTE: Final = "server"
 
@@ -34,14 +35,15 @@ class ServerState:
             self._templates[client] = find_template(client.directory, client.settings.model.prompt_template)
         return self._templates[client]
 
-    def require_template(self, client: EngineClient) -> ChatTemplate:
+    def prompt_writer(self, client: EngineClient) -> PromptWriter:
+        """What writes the prompts of a loaded model's chats. Raises `InvalidRequest` where it cannot chat."""
         template = self.template_of(client)
         if template is None:
             raise InvalidRequest(
                 f"The model {client.directory.name} has no chat template, so it cannot chat. Use /v1/completions, put "
                 "a chat_template.jinja into its folder, or load it with prompt_template set to a name in templates/."
             )
-        return template
+        return PromptWriter(template, client.settings.model, loaded_info(client).control_tokens)
 
 
 def attach_state(app_state: object, state: ServerState) -> None:

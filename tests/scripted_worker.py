@@ -12,16 +12,16 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from backends import worker
-from backends.messages import CheckpointInfo, LoadProgress, ModelInfo
+from backends.messages import CheckpointInfo, ControlToken, LoadProgress, ModelInfo
 from common.config_models import LoadSettings
 from common.errors import ErrorRecord, ServerError, validate_context_requirements
-from common.generation import Event, Finish, FinishReason, GenerationRequest, Prefill, TextDelta, Usage
+from common.generation import Event, Finish, FinishReason, GenerationRequest, Prefill, TextDelta, TextSpan, Usage
 
 FOREVER = 3600.0
 
@@ -49,6 +49,7 @@ class ModelScript(msgspec.Struct, frozen=True, kw_only=True):
     modules: int = 3
     max_seq_len: int = 4096
     recurrent: bool = True
+    control_tokens: list[ControlToken] = []
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +146,8 @@ class ScriptedContainer:
             draft_mode=None,
             draft_model_name=None,
             checkpoints=recurrent if self._model.recurrent else None,
+            vocab_size=sys.maxunicode + 1,
+            control_tokens=self._model.control_tokens,
             warnings=[],
         )
 
@@ -156,7 +159,9 @@ class ScriptedContainer:
         room = validate_context_requirements(len(prompt), limit, request.max_tokens, limit)
         return ScriptedJob(self._script.play_for(prompt), len(prompt), room)
 
-    def encode(self, text: str, *, add_bos: bool | None, encode_special_tokens: bool) -> list[int]:
+    def encode(
+        self, text: str, *, add_bos: bool | None, encode_special_tokens: bool, literals: Sequence[TextSpan]
+    ) -> list[int]:
         return [ord(character) for character in text]
 
     def decode(self, tokens: list[int], *, decode_special_tokens: bool) -> str:

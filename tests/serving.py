@@ -60,7 +60,9 @@ class ServerProcess:
 
 
 @contextmanager
-def served(folder: Path, *arguments: str, model: Path | None = None, ready: bool = True) -> Iterator[ServerProcess]:
+def served(
+    folder: Path, *arguments: str, model: Path | None = None, ready: bool = True, api_key: str = API_KEY
+) -> Iterator[ServerProcess]:
     """Start the server in a folder, where it finds its keys and writes its logs, and stop it in the end.
 
     Args:
@@ -68,13 +70,14 @@ def served(folder: Path, *arguments: str, model: Path | None = None, ready: bool
         arguments: more options for main.py.
         model: folder of the model to load at start.
         ready: wait until the model answers, instead of until the server does.
+        api_key: key that is no administrator's.
     """
-    (folder / "api_tokens.yml").write_text(f"api_key: {API_KEY}\nadmin_key: {ADMIN_KEY}\n", encoding="utf-8")
+    (folder / "api_tokens.yml").write_text(f"api_key: {api_key}\nadmin_key: {ADMIN_KEY}\n", encoding="utf-8")
     command = [sys.executable, str(ROOT / "main.py"), "--port", "0", *arguments]
     if model is not None:
         command += ["--model-dir", str(model.parent), "--model-name", model.name]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
-    server = ServerProcess(process, model.name if model else None)
+    server = ServerProcess(process, model.name if model else None, api_key=api_key)
     reader = threading.Thread(target=server.read_log)
     reader.start()
     try:

@@ -120,8 +120,9 @@ class EngineJob:
             top: list[TokenLogprob] = []
             if top_ids is not None and top_probabilities is not None:
                 pairs = zip(top_ids[0, index].tolist(), top_probabilities[0, index].tolist(), strict=True)
-                top = [TokenLogprob(i, self._piece(i), _log(p)) for i, p in pairs]
-            entries.append(SampledLogprob(token_id, self._piece(token_id), _log(probability), top))
+                top = [TokenLogprob(i, self._piece(i), self._piece(i).encode(), _log(p)) for i, p in pairs]
+            piece = self._piece(token_id)
+            entries.append(SampledLogprob(token_id, piece, piece.encode(), _log(probability), top))
         return entries
 
     def _piece(self, token_id: int) -> str:

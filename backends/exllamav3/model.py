@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -36,7 +36,7 @@ from backends.exllamav3.generation import EngineJob, Limits, check_token_ids, st
 from backends.messages import LoadProgress, ModelComponent, ModelInfo
 from common.config_models import PAGE_TOKENS, LoadSettings
 from common.errors import InvalidRequest, Unsupported
-from common.generation import GenerationRequest
+from common.generation import GenerationRequest, TextSpan
 from common.model_folder import model_folder
 
 MIB = 1024**2
@@ -299,6 +299,8 @@ class ExllamaV3Container:
             draft_mode=self.draft.mode if self.draft else None,
             draft_model_name=self.draft.name if self.draft else None,
             checkpoints=checkpoint_info(self.generator.generator),
+            vocab_size=self.tokenizer.actual_vocab_size,
+            control_tokens=[],
             warnings=self.warnings,
         )
 
@@ -340,7 +342,9 @@ class ExllamaV3Container:
             else PAGE_TOKENS,
         )
 
-    def encode(self, text: str, *, add_bos: bool | None, encode_special_tokens: bool) -> list[int]:
+    def encode(
+        self, text: str, *, add_bos: bool | None, encode_special_tokens: bool, literals: Sequence[TextSpan] = ()
+    ) -> list[int]:
         ids = self.tokenizer.encode(
             text,
             add_bos=self.add_bos if add_bos is None else add_bos,

@@ -34,7 +34,7 @@ async def completions(body: CompletionRequest, request: Request, state: State) -
 async def chat_completions(body: ChatCompletionRequest, request: Request, state: State) -> ChatCompletion | EventStream:
     client = state.manager.require()
     body = state.presets.apply(body)
-    generations = chat_generation_requests(body, state.require_template(client), client.settings.model)
+    generations = chat_generation_requests(body, state.prompt_writer(client))
     codec = ChatCodec(
         new_envelope("chatcmpl", loaded_info(client)),
         body.n,

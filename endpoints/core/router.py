@@ -11,6 +11,7 @@ from backends.manager import ModelManager
 from backends.messages import LoadProgress
 from common.config_models import LoadSettings
 from common.errors import InvalidRequest, ModelNotFound, ModelNotLoaded
+from common.generation import TextSpan
 from common.tabby_config import merge_load_settings
 from common.templating import find_template
 from endpoints.core.types.model import ModelLoadRequest
@@ -34,7 +35,6 @@ from endpoints.core.types.token import (
     TokenEncodeResponse,
 )
 from endpoints.errors import core_error
-from endpoints.OAI.utils.prompt import render_messages
 from endpoints.routing import ADMIN, API, OPEN, CoreRoute
 from endpoints.state import ServerState, State, loaded_info
 from endpoints.streaming import EventStream, start_early
@@ -185,11 +185,14 @@ async def encode(body: TokenEncodeRequest, state: State) -> TokenEncodeResponse:
     """Token ids of a text, or of a conversation as the chat template renders it, without a generation prompt."""
     client = state.manager.require()
     text, add_bos = body.text, body.add_bos_token
+    literals: list[TextSpan] = []
     if not isinstance(text, str):
-        template = state.require_template(client)
-        text = render_messages(text, template, client.settings.model, body.template_vars, path="text")
-        add_bos = False if template.begins_with_bos(text) else add_bos
-    tokens = await client.encode(text, add_bos=add_bos, encode_special_tokens=body.encode_special_tokens)
+        writer = state.prompt_writer(client)
+        text, literals, _ = writer.conversation(text, body.template_vars, path="text")
+        add_bos = False if writer.template.begins_with_bos(text) else add_bos
+    tokens = await client.encode(
+        text, add_bos=add_bos, encode_special_tokens=body.encode_special_tokens, literals=literals
+    )
     return TokenEncodeResponse(tokens=tokens, length=len(tokens))
 
 

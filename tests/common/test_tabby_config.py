@@ -348,7 +348,9 @@ def test_every_key_of_tabby_at_its_default_starts_without_noise(read: Read) -> N
 
 def test_the_list_above_is_complete(read: Read) -> None:
     ours = {
+        "control_tokens_in_messages",
         "cors_origins",
+        "keep_volatile_lines",
         "log_level",
         "log_console",
         "log_file",
@@ -356,6 +358,7 @@ def test_the_list_above_is_complete(read: Read) -> None:
         "reasoning_mode",
         "recurrent_checkpoint_interval",
         "recurrent_checkpoint_interval_pp",
+        "sampler_preset",
     }
     written = YAML(typ="safe", pure=True).load(EVERY_KEY_OF_TABBY)
     assert {setting.key for setting in ALL_SETTINGS} - ours == {key for keys in written.values() for key in keys}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
-from common.config_models import ModelParameters
 from common.errors import InvalidRequest, Unsupported
-from common.generation import Finish, GenerationRequest, Prefill, SampledLogprob, TokenLogprob
-from common.templating import ChatTemplate
+from common.generation import Finish, GenerationRequest, Prefill, SampledLogprob, TextDelta, TokenLogprob
 from endpoints.OAI.types import chat
 from endpoints.OAI.types.chat import (
     AssistantMessage,
@@ -22,20 +20,25 @@ from endpoints.OAI.types.chat import (
 )
 from endpoints.OAI.types.common import Envelope
 from endpoints.OAI.utils.generation import collect, generation_requests, total_usage
-from endpoints.OAI.utils.prompt import render_prompt
+from endpoints.OAI.utils.prompt import PromptWriter
 from endpoints.streaming import IndexedEvents
 
 
-def chat_generation_requests(
-    body: ChatCompletionRequest, template: ChatTemplate, model: ModelParameters
-) -> list[GenerationRequest]:
+def chat_generation_requests(body: ChatCompletionRequest, writer: PromptWriter) -> list[GenerationRequest]:
     """Raises `InvalidRequest` for what cannot be served as it is."""
     if body.tool_choice not in ("none", "auto"):
         raise Unsupported("A tool call cannot be enforced yet; tool_choice may be none or auto.", param="tool_choice")
-    prompt = render_prompt(body, template, model)
+    prompt = writer.chat(body)
     # Templates write the BOS themselves, or mean that there is none before their text that the tokenizer would not add.
-    add_bos = False if template.begins_with_bos(prompt) else None
-    return generation_requests(prompt, body, logprobs=_logprobs(body), add_bos=add_bos)
+    add_bos = False if writer.template.begins_with_bos(prompt.text) else None
+    return generation_requests(
+        prompt.text,
+        body,
+        logprobs=_logprobs(body),
+        add_bos=add_bos,
+        literals=prompt.literals,
+        stop_strings=prompt.stop_strings,
+    )
 
 
 def _logprobs(body: ChatCompletionRequest) -> int | None:
@@ -68,7 +71,7 @@ class ChatCodec:
             if isinstance(event, Finish):
                 finishes[index] = event
                 yield self._chunk(_final_choice(index, event))
-            elif event.text or event.logprobs:
+            elif isinstance(event, TextDelta) and (event.text or event.logprobs):
                 choice = ChunkChoice(index=index, delta=Delta(content=event.text), logprobs=_render(event.logprobs))
                 yield self._chunk(choice)
         if self._include_usage:
@@ -116,6 +119,4 @@ def _render(logprobs: Sequence[SampledLogprob]) -> ChatLogprobs | None:
 
 
 def _token(entry: TokenLogprob) -> chat.TokenLogprob:
-    return chat.TokenLogprob(
-        token=entry.token, token_id=entry.token_id, logprob=entry.logprob, bytes=list(entry.token.encode())
-    )
+    return chat.TokenLogprob(token=entry.token, token_id=entry.token_id, logprob=entry.logprob, bytes=list(entry.raw))

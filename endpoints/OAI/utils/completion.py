@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from common.errors import Unsupported
-from common.generation import Finish, GenerationRequest, Prefill, SampledLogprob
+from common.generation import Finish, GenerationRequest, Prefill, SampledLogprob, TextDelta
 from endpoints.OAI.types.common import Envelope
 from endpoints.OAI.types.completion import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from endpoints.OAI.utils.generation import collect, generation_requests, total_usage
@@ -61,7 +61,7 @@ class CompletionCodec:
             if isinstance(event, Finish):
                 finishes[index] = event
                 yield self._chunk(_final_choice(index, "", None, event))
-            elif event.text or event.logprobs:
+            elif isinstance(event, TextDelta) and (event.text or event.logprobs):
                 logprobs = _render(event.logprobs, offsets[index])
                 offsets[index] += len(event.text)
                 yield self._chunk(CompletionChoice(index=index, text=event.text, logprobs=logprobs))

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from backends.client import EngineClient
 from backends.messages import ModelInfo
 from common.errors import Unsupported
-from common.generation import Finish, GenerationRequest, SampledLogprob, TextDelta
+from common.generation import Finish, GenerationRequest, SampledLogprob, TextDelta, TextSpan
 from endpoints.errors import openai_error
 from endpoints.OAI.types.common import Envelope, GenerationFields, PromptTokensDetails, Usage
 from endpoints.request_log import record_generations
@@ -55,7 +55,13 @@ async def respond(
 
 
 def generation_requests(
-    prompt: str | list[int], fields: GenerationFields, *, logprobs: int | None, add_bos: bool | None = None
+    prompt: str | list[int],
+    fields: GenerationFields,
+    *,
+    logprobs: int | None,
+    add_bos: bool | None = None,
+    literals: Sequence[TextSpan] = (),
+    stop_strings: Sequence[str] = (),
 ) -> list[GenerationRequest]:
     """`n` requests for one prompt. With a seed each gets one of its own, else all answers would be the same.
 
@@ -69,7 +75,8 @@ def generation_requests(
         prompt=prompt,
         sampling=fields.parameters(),
         add_bos=add_bos,
-        stop_strings=fields.stop_strings,
+        literals=list(literals),
+        stop_strings=[*fields.stop_strings, *stop_strings],
         stop_tokens=fields.stop_tokens,
         max_tokens=max(0, fields.max_tokens),
         min_tokens=fields.min_tokens,

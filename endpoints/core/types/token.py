@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, BaseModel, Field
 
 from common.sampling import NonNegative, RequestModel
-from endpoints.OAI.types.chat import ChatMessage
+from endpoints.OAI.types.message import ChatMessage
 
 
 class TokenRequest(RequestModel):

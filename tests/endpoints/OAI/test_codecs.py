@@ -18,13 +18,23 @@ from endpoints.OAI.types.completion import CompletionRequest
 from endpoints.OAI.utils.chat import ChatCodec, chat_generation_requests
 from endpoints.OAI.utils.completion import CompletionCodec, completion_generation_requests
 from endpoints.OAI.utils.generation import total_usage
-from endpoints.OAI.utils.prompt import render_messages, render_prompt
+from endpoints.OAI.utils.prompt import PromptWriter
 
 ENVELOPE = Envelope(id="id", created=1, model="m", system_fingerprint="fp")
+E_ACUTE = "é".encode()
+TOP = [TokenLogprob(8, "e", b"e", -0.25), TokenLogprob(7, "é", E_ACUTE, -0.5)]
 EVENTS: list[Event] = [
     Prefill(done_tokens=5, total_tokens=10),
-    TextDelta("é", [7], [SampledLogprob(7, "é", -0.5, [TokenLogprob(8, "e", -0.25), TokenLogprob(7, "é", -0.5)])]),
-    TextDelta("lan", [9], [SampledLogprob(9, "lan", -1.0)]),
+    TextDelta(
+        "é",
+        [7],
+        [
+            SampledLogprob(
+                7, "é", E_ACUTE, -0.5, [TokenLogprob(8, "e", b"e", -0.25), TokenLogprob(7, "é", E_ACUTE, -0.5)]
+            )
+        ],
+    ),
+    TextDelta("lan", [9], [SampledLogprob(9, "lan", b"lan", -1.0)]),
     Finish(
         reason="stop",
         eos_reason="stop_string",
@@ -107,7 +117,7 @@ def test_how_many_logprobs(
     chat = ChatCompletionRequest.model_validate({"messages": [{"content": "hi"}], **chat_fields})
     completion = CompletionRequest.model_validate({"prompt": "hi", **completion_fields})
     requests = [
-        *chat_generation_requests(chat, ChatTemplate("t", "x"), ModelConfig()),
+        *chat_generation_requests(chat, PromptWriter(ChatTemplate("t", "x"), ModelConfig())),
         *completion_generation_requests(completion),
     ]
     assert [request.logprobs for request in requests] == [logprobs, logprobs]
@@ -115,7 +125,7 @@ def test_how_many_logprobs(
 
 def requests_for(template: ChatTemplate) -> list[GenerationRequest]:
     body = ChatCompletionRequest.model_validate({"messages": [{"content": "hi"}]})
-    return chat_generation_requests(body, template, ModelConfig())
+    return chat_generation_requests(body, PromptWriter(template, ModelConfig()))
 
 
 def test_a_bos_in_the_template_is_not_doubled() -> None:
@@ -135,7 +145,7 @@ def test_precedence_of_template_variables() -> None:
             "enable_thinking": True,
         }
     )
-    assert render_prompt(body, VARIABLES, model) == "default request forced Truelow"
+    assert PromptWriter(VARIABLES, model).chat(body).text == "default request forced Truelow"
 
 
 def test_messages_as_templates_see_them() -> None:
@@ -150,14 +160,14 @@ def test_messages_as_templates_see_them() -> None:
         }
     )  # fmt: skip
     template = ChatTemplate("t", "{{ messages | tojson }}")
-    assert json.loads(render_messages(body.messages, template, ModelConfig(), {})) == [
+    assert json.loads(PromptWriter(template, ModelConfig()).conversation(body.messages, {}).text) == [
         {"role": "system", "content": "be kind"},
         {"role": "assistant", "content": "", "tool_calls": [
             {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"path": "/srv/é", "n": 1.0}}}
         ]},
     ]  # fmt: skip
     knows = ChatTemplate("t", "{# developer #}{{ messages[0].role }}")
-    assert render_messages(body.messages, knows, ModelConfig(), {}) == "developer"
+    assert PromptWriter(knows, ModelConfig()).conversation(body.messages, {}).text == "developer"
 
 
 @pytest.mark.parametrize("arguments", ['{"a":' * 100_000, '{"path": "/s', "[1]", ""])
@@ -165,10 +175,10 @@ def test_a_call_that_a_model_once_botched_does_not_end_the_chat(arguments: str) 
     call = {"id": "c1", "function": {"name": "ls", "arguments": arguments}}
     body = ChatCompletionRequest.model_validate({"messages": [{"role": "assistant", "tool_calls": [call]}]})
     template = ChatTemplate("t", "{{ messages[0].tool_calls[0].function.arguments is mapping }}")
-    assert render_prompt(body, template, ModelConfig()) == "True"
+    assert PromptWriter(template, ModelConfig()).chat(body).text == "True"
 
 
 def test_tools_reach_the_template_as_they_came() -> None:
     tool = {"function": {"strict": True, "name": "f", "x-vendor": None}, "type": "function"}
     body = ChatCompletionRequest.model_validate({"messages": [{"content": "hi"}], "tools": [tool]})
-    assert render_prompt(body, ChatTemplate("t", "{{ tools | tojson }}"), ModelConfig()) == json.dumps([tool])
+    assert PromptWriter(ChatTemplate("t", "{{ tools | tojson }}"), ModelConfig()).chat(body).text == json.dumps([tool])
