@@ -242,6 +242,12 @@ class EngineClient:
         assert isinstance(answer, messages.Decoded)
         return answer.text
 
+    async def pieces(self, tokens: list[int]) -> list[bytes]:
+        """What each token adds to a text. Raises `InvalidRequest` for ids outside the vocabulary."""
+        answer = await self._call(lambda call_id: messages.Split(id=call_id, tokens=tokens))
+        assert isinstance(answer, messages.Pieces)
+        return answer.pieces
+
     async def _call(self, build: _BuildCall) -> FromEngine:
         await self._available()
         call_id = str(next(self._ids))
@@ -362,7 +368,7 @@ class EngineClient:
                         call.set_exception(error)
                 elif (generation := self._forget(request_id)) is not None:
                     generation._fail(error)
-            case messages.Encoded(id=call_id) | messages.Decoded(id=call_id):
+            case messages.Encoded(id=call_id) | messages.Decoded(id=call_id) | messages.Pieces(id=call_id):
                 if (call := self._calls.get(call_id)) is not None and not call.done():
                     call.set_result(message)
             case messages.Log(level=level, message=text):

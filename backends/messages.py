@@ -97,11 +97,18 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     decode_special_tokens: bool
 
 
+class Split(msgspec.Struct, frozen=True, tag=True):
+    """Asks what each token adds to a text."""
+
+    id: str
+    tokens: list[int]
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Release everything and exit. The end of stdin means the same."""
 
 
-ToEngine: TypeAlias = Prepare | Load | Generate | Cancel | Encode | Decode | Shutdown
+ToEngine: TypeAlias = Prepare | Load | Generate | Cancel | Encode | Decode | Split | Shutdown
 
 
 # --- engine to server ---------------------------------------------------------------------------------------------
@@ -140,7 +147,7 @@ class Produced(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The last message of its id, for a Generate, Encode or Decode."""
+    """The last message of its id, for a Generate, Encode, Decode or Split."""
 
     id: str
     error: ErrorRecord
@@ -156,13 +163,18 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
+class Pieces(msgspec.Struct, frozen=True, tag=True):
+    id: str
+    pieces: list[bytes]  # one for each token; the bytes of a character may be spread over several
+
+
 class Log(msgspec.Struct, frozen=True, tag=True):
     level: str  # loguru's level name
     message: str
 
 
 FromEngine: TypeAlias = (
-    Prepared | LoadProgress | Loaded | LoadFailed | Accepted | Produced | Failed | Encoded | Decoded | Log
+    Prepared | LoadProgress | Loaded | LoadFailed | Accepted | Produced | Failed | Encoded | Decoded | Pieces | Log
 )
 
 

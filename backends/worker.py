@@ -63,6 +63,9 @@ class Container(Protocol):
 
     def decode(self, tokens: list[int], *, decode_special_tokens: bool) -> str: ...
 
+    def pieces(self, tokens: list[int]) -> list[bytes]:
+        """What each token adds to a text."""
+
     def broken(self) -> bool:
         """Whether the engine failed as a whole, so that only a new process helps."""
 
@@ -150,7 +153,7 @@ class Worker:
             case messages.Cancel(id=request_id):
                 if (task := self._tasks.get(request_id)) is not None:
                     task.cancel()
-            case messages.Encode() | messages.Decode():
+            case messages.Encode() | messages.Decode() | messages.Split():
                 self._send(self._tokens(container, message))
             case messages.Shutdown():
                 self._stopped.set()
@@ -181,7 +184,7 @@ class Worker:
         finally:
             await job.cancel()
 
-    def _tokens(self, container: Container, call: messages.Encode | messages.Decode) -> FromEngine:
+    def _tokens(self, container: Container, call: messages.Encode | messages.Decode | messages.Split) -> FromEngine:
         try:
             if isinstance(call, messages.Encode):
                 tokens = container.encode(
@@ -191,6 +194,8 @@ class Worker:
                     literals=call.literals,
                 )
                 return messages.Encoded(id=call.id, tokens=tokens)
+            if isinstance(call, messages.Split):
+                return messages.Pieces(id=call.id, pieces=container.pieces(call.tokens))
             text = container.decode(call.tokens, decode_special_tokens=call.decode_special_tokens)
             return messages.Decoded(id=call.id, text=text)
         except Exception as error:

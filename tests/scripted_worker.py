@@ -2,8 +2,8 @@
 
     python -m tests.scripted_worker SCRIPT
 
-SCRIPT is the path of a JSON `Script`. A token is a character, its id the code point. Every request that arrives is
-appended to SCRIPT + ".history", one JSON `GenerationRequest` a line.
+SCRIPT is the path of a JSON `Script`. A token is a character, its id the code point; the most likely others are those
+that follow it. Every request that arrives is appended to SCRIPT + ".history", one JSON `GenerationRequest` a line.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
@@ -21,7 +22,19 @@ from backends import worker
 from backends.messages import CheckpointInfo, ControlToken, LoadProgress, ModelInfo
 from common.config_models import LoadSettings
 from common.errors import ErrorRecord, ServerError, validate_context_requirements
-from common.generation import Event, Finish, FinishReason, GenerationRequest, Prefill, TextDelta, TextSpan, Usage
+from common.generation import (
+    Echo,
+    Event,
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    Prefill,
+    SampledLogprob,
+    TextDelta,
+    TextSpan,
+    TokenLogprob,
+    Usage,
+)
 
 FOREVER = 3600.0
 
@@ -36,6 +49,11 @@ class Play(msgspec.Struct, frozen=True, kw_only=True):
     busy: float = 0.0  # seconds before the first chunk, during which its thread is blocked
     prefill: list[tuple[int, int]] = []  # progress records
     cached_tokens: int = 0
+    draft_tokens: tuple[int, int] = (0, 0)  # accepted, rejected
+    stop_sequence: str | None = None  # the stop string that ends the answer
+    logprob: float = -0.5  # of every token, where log-probabilities are asked for
+    deltas: list[TextDelta] = []  # what comes in place of chunks, as it is
+    then: list[Play] = []  # the answers to further requests of the kind, in turn with this one
     fail_after: int | None = None  # chunks after which the request fails
     crash_after: int | None = None  # chunks after which the process dies
     hang_after: int | None = None  # chunks after which nothing comes any more
@@ -61,19 +79,26 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScriptedJob:
-    def __init__(self, play: Play, prompt_tokens: int, max_tokens: int) -> None:
-        self.prompt_tokens = prompt_tokens
+    def __init__(self, play: Play, request: GenerationRequest, prompt: str, max_tokens: int) -> None:
+        self.prompt_tokens = len(prompt)
         self._play = play
-        self._max_tokens = max_tokens
+        self._request = request
+        self._prompt = prompt
+        self._max_tokens = 0 if request.prompt_only else max_tokens
 
     async def events(self) -> AsyncIterator[Event]:
         play = self._play
         for done, total in play.prefill:
             await asyncio.sleep(play.delay)
-            yield Prefill(done_tokens=done, total_tokens=total)
+            yield Prefill(done_tokens=done, total_tokens=total, cached_tokens=play.cached_tokens)
         time.sleep(play.busy)
+        if self._request.echo:
+            yield self._echo()
         produced = 0
-        for index, chunk in enumerate([*play.chunks, ""]):
+        for delta in play.deltas:
+            produced += len(delta.token_ids)
+            yield delta
+        for index, chunk in enumerate(["" if play.deltas else chunk for chunk in [*play.chunks, ""]]):
             if index == play.crash_after:
                 print("the script says: die", file=sys.stderr, flush=True)
                 os._exit(23)
@@ -81,23 +106,51 @@ class ScriptedJob:
                 raise RuntimeError("the script says: fail")
             if index == play.hang_after:
                 await asyncio.sleep(FOREVER)
-            if not chunk:
+            if not chunk or not self._max_tokens:
                 break
             await asyncio.sleep(play.delay)
             text = chunk[: self._max_tokens - produced]
             produced += len(text)
-            yield TextDelta(text=text, token_ids=[ord(character) for character in text])
+            yield TextDelta(text, _ids(text), [] if self._request.logprobs is None else self._logprobs(text))
             if len(text) < len(chunk):
                 break
         length = produced == self._max_tokens
         yield Finish(
             reason="length" if length else play.finish,
-            eos_reason="max_new_tokens" if length else "stop_token",
-            usage=Usage(prompt_tokens=self.prompt_tokens, completion_tokens=produced, cached_tokens=play.cached_tokens),
+            eos_reason="max_new_tokens" if length else "stop_string" if play.stop_sequence else "stop_token",
+            stop_sequence=None if length else play.stop_sequence,
+            usage=Usage(
+                prompt_tokens=self.prompt_tokens,
+                completion_tokens=produced,
+                cached_tokens=play.cached_tokens,
+                accepted_draft_tokens=play.draft_tokens[0],
+                rejected_draft_tokens=play.draft_tokens[1],
+            ),
         )
+
+    def _echo(self) -> Echo:
+        logprobs: list[SampledLogprob | None] = []
+        if self._request.logprobs is not None:
+            logprobs = [None, *self._logprobs(self._prompt[1:])]
+        return Echo(self._prompt, _ids(self._prompt), logprobs)
+
+    def _logprobs(self, text: str) -> list[SampledLogprob]:
+        return [_logprob(token_id, self._play.logprob, self._request.logprobs or 0) for token_id in _ids(text)]
 
     async def cancel(self) -> None:
         pass
+
+
+def _ids(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def _logprob(token_id: int, logprob: float, top: int) -> SampledLogprob:
+    others = [
+        TokenLogprob(other, chr(other), chr(other).encode(), logprob - (other - token_id))
+        for other in range(token_id, token_id + top)
+    ]
+    return SampledLogprob(token_id, chr(token_id), chr(token_id).encode(), logprob, others)
 
 
 class ScriptedContainer:
@@ -108,6 +161,7 @@ class ScriptedContainer:
         self._model = script.models.get(directory.name, ModelScript())
         self._directory = directory
         self._settings = settings
+        self._asked: Counter[str] = Counter()  # requests by the `when` of their play
         if self._model.prepare_error is not None:
             raise ServerError.from_record(self._model.prepare_error)
 
@@ -157,7 +211,11 @@ class ScriptedContainer:
         prompt = request.prompt if isinstance(request.prompt, str) else "".join(map(chr, request.prompt))
         limit = self._settings.model.max_seq_len or self._model.max_seq_len
         room = validate_context_requirements(len(prompt), limit, request.max_tokens, limit)
-        return ScriptedJob(self._script.play_for(prompt), len(prompt), room)
+        first = self._script.play_for(prompt)
+        plays = [first, *first.then]
+        play = plays[self._asked[first.when] % len(plays)]
+        self._asked[first.when] += 1
+        return ScriptedJob(play, request, prompt, room)
 
     def encode(
         self, text: str, *, add_bos: bool | None, encode_special_tokens: bool, literals: Sequence[TextSpan]
@@ -166,6 +224,9 @@ class ScriptedContainer:
 
     def decode(self, tokens: list[int], *, decode_special_tokens: bool) -> str:
         return "".join(map(chr, tokens))
+
+    def pieces(self, tokens: list[int]) -> list[bytes]:
+        return [chr(token).encode("utf-8", "surrogatepass") for token in tokens]
 
     def broken(self) -> bool:
         return False

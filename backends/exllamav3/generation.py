@@ -1,30 +1,43 @@
-"""One request -> one job of the engine -> events."""
+"""One request -> one job of the engine -> events.
+
+Seeds: two requests with the same prompt, parameters and seed draw the same random numbers, one for each token that is
+sampled, whatever else runs, whether the prompt is cached, and whether tokens are drafted. They give the same text as
+long as the model gives the same logits; the engine does not promise the last bits of those for other batch sizes, other
+prefill chunks or draft windows, so that two tokens that are all but equally likely may change places.
+"""
 
 from __future__ import annotations
 
-import math
+import codecs
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
-from backends.exllamav3.engine import AsyncGenerator, AsyncJob, Tensor, Tokenizer, token_tensor
-from backends.exllamav3.sampler import build_sampler
-from common.errors import InvalidRequest, validate_context_requirements
+from backends.exllamav3.engine import AsyncGenerator, AsyncJob, Model, Tensor, Tokenizer, token_tensor
+from backends.exllamav3.grammar import GrammarFilter
+from backends.exllamav3.logprobs import prompt_logprobs
+from backends.exllamav3.prompt_tokens import PromptEncoder
+from backends.exllamav3.sampler import JobSampler, build_sampler
+from backends.exllamav3.token_bytes import REPLACEMENT, TokenBytes, token_bytes
+from common.config_models import PAGE_TOKENS
+from common.errors import InvalidRequest, Unsupported, validate_context_requirements
 from common.generation import (
+    Echo,
     Event,
     Finish,
     GenerationRequest,
     Prefill,
     SampledLogprob,
     TextDelta,
-    TokenLogprob,
     Usage,
 )
 
 # A loop is a string that fills the detection window at least this many times.
 LOOP_REPETITIONS = 2
-# Probabilities of 0 have no finite logarithm; this stands for "as good as never".
-LOWEST_LOGPROB = -1000.0
+# Times in a row that the engine may take back banned strings: each costs a step, and a list can ban all that there is.
+MOST_REWINDS = 1000
 
 
 @dataclass(frozen=True)
@@ -42,10 +55,11 @@ def start_job(
     *,
     generator: AsyncGenerator,
     tokenizer: Tokenizer,
+    encoder: PromptEncoder,
     eos_token_ids: list[int],
     add_bos: bool,
     limits: Limits,
-) -> EngineJob:
+) -> EngineJob | PromptJob:
     """Tokenise, check and queue a request.
 
     Args:
@@ -54,8 +68,9 @@ def start_job(
     Raises:
         ContextLengthExceeded: the prompt does not fit.
         InvalidRequest: the prompt is empty or holds ids outside the vocabulary, or no token may be sampled.
+        Unsupported: the prompt is too long for its log-probabilities.
     """
-    ids = _prompt_ids(request, tokenizer, add_bos)
+    ids = _prompt_ids(request, tokenizer, encoder, add_bos)
     prompt_tokens = ids.shape[-1]
     max_new_tokens = validate_context_requirements(
         prompt_tokens,
@@ -65,85 +80,249 @@ def start_job(
         limits.max_rq_tokens,
         limits.allocation_boundary,
     )
+    tokens = token_bytes(tokenizer)
+    echo = _prompt_echo(request, ids, generator, tokenizer) if request.echo else None
+    if request.prompt_only:
+        return PromptJob(prompt_tokens, echo)
+
     window = request.sampling.loop_detect_window
-    job = AsyncJob(
-        generator,
-        input_ids=ids,
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=request.min_tokens,
-        sampler=build_sampler(request.sampling, tokenizer, eos_token_ids),
-        seed=request.seed,
-        stop_conditions=[*request.stop_strings, *_known_tokens(request.stop_tokens, tokenizer), *eos_token_ids],
-        decode_special_tokens=True,  # the parsers of reasoning and tool calls look for them
-        banned_strings=request.banned_strings or None,
-        token_healing=request.token_healing,
-        return_probs=request.logprobs is not None,
-        return_top_tokens=request.logprobs or 0,
-        max_rq_tokens=limits.max_rq_tokens,
-        # Each token of the window costs memory, and one that the answer cannot fill finds nothing.
-        stop_on_loop=(window, LOOP_REPETITIONS) if LOOP_REPETITIONS < window <= max_new_tokens else None,
-    )
-    return EngineJob(job, prompt_tokens, tokenizer)
+    # The engine keeps the token that it heals out of its filters, so what that adds to the prompt could be anything.
+    healed = _healed_token(ids, tokenizer) if request.token_healing and not request.constraints else None
+    sampler = build_sampler(request.sampling, tokenizer, eos_token_ids, top_logprobs=request.logprobs)
+    grammar = None
+    if request.constraints:
+        grammar = GrammarFilter(tokenizer, request.constraints, eos_token_ids, sampler.banned)
+    try:
+        job = AsyncJob(
+            generator,
+            input_ids=ids,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=request.min_tokens,
+            sampler=sampler,
+            filters=[grammar] if grammar is not None else None,
+            seed=request.seed,
+            stop_conditions=[*request.stop_strings, *_known_tokens(request.stop_tokens, tokenizer), *eos_token_ids],
+            decode_special_tokens=True,  # the parsers of reasoning and tool calls look for them
+            banned_strings=request.banned_strings or None,
+            token_healing=healed is not None,
+            max_rq_tokens=limits.max_rq_tokens,
+            # Each token of the window costs memory, and one that the answer cannot fill finds nothing.
+            stop_on_loop=(window, LOOP_REPETITIONS) if LOOP_REPETITIONS < window <= max_new_tokens else None,
+        )
+    except AssertionError as error:  # the engine's check of a job, such as of the length of banned strings
+        raise InvalidRequest(f"The engine cannot serve this request: {error}") from error
+    prefix = b"" if healed is None else tokens[healed]
+    return EngineJob(request, job, prompt_tokens, sampler, grammar, tokens, echo, prefix)
+
+
+class PromptJob:
+    """A request that generates nothing; a `Job` of `backends.worker`."""
+
+    def __init__(self, prompt_tokens: int, echo: PromptEcho | None) -> None:
+        self.prompt_tokens = prompt_tokens
+        self._echo = echo
+
+    async def events(self) -> AsyncIterator[Event]:
+        started = monotonic()
+        if self._echo is not None:
+            yield await self._echo.event()
+        usage = Usage(prompt_tokens=self.prompt_tokens, completion_tokens=0, prompt_seconds=monotonic() - started)
+        yield Finish(reason="length", usage=usage)
+
+    async def cancel(self) -> None:
+        """Nothing is held between two passes over the prompt."""
 
 
 class EngineJob:
-    """A queued or running job; the `Job` of `backends.worker`."""
+    """A queued or running job; a `Job` of `backends.worker`."""
 
-    def __init__(self, job: AsyncJob, prompt_tokens: int, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        job: AsyncJob,
+        prompt_tokens: int,
+        sampler: JobSampler,
+        grammar: GrammarFilter | None,
+        tokens: TokenBytes,
+        echo: PromptEcho | None,
+        healed: bytes,
+    ) -> None:
+        """`healed`: the bytes of the last prompt token where it is sampled again, and so comes with the answer."""
         self.prompt_tokens = prompt_tokens
+        self._request = request
         self._job = job
-        self._tokenizer = tokenizer
+        self._sampler = sampler
+        self._grammar = grammar
+        self._tokens = tokens
+        self._echo = echo
+        self._healed = healed
+        self._position = prompt_tokens - (1 if healed else 0)  # of the next token, in prompt and answer together
+        self._prefilled = 0
+        self._rewinds = 0  # since the last token
 
     async def events(self) -> AsyncIterator[Event]:
+        if self._echo is not None:
+            yield await self._echo.event()
+        generating = False
         async for result in self._job:
-            if result["stage"] == "prefill":
-                yield Prefill(done_tokens=result["curr_progress"], total_tokens=result["max_progress"])
-            if result["stage"] != "streaming":
-                continue
-            text = result.get("text", "")
-            token_ids = _id_list(result.get("token_ids"))
-            if text or token_ids:
-                yield TextDelta(text=text, token_ids=token_ids, logprobs=self._logprobs(result, token_ids))
-            if result["eos"]:
-                yield _finish(result)
+            if self._grammar is not None:
+                self._grammar.check()
+            self._sampler.check()
+            if result["stage"] == "streaming":
+                generating = True
+                delta, finish = self._streamed(result)
+                if delta.text or delta.token_ids:
+                    yield delta
+                if finish is not None:
+                    yield finish
+            elif not generating:  # else the engine processes tokens of the answer again
+                yield self._prefill(result)
 
     async def cancel(self) -> None:
         await self._job.cancel()
 
-    def _logprobs(self, result: dict[str, Any], token_ids: list[int]) -> list[SampledLogprob]:
-        probabilities = result.get("token_probs")
-        if probabilities is None:
+    def _prefill(self, result: dict[str, Any]) -> Prefill:
+        """Progress; the first comes as soon as the job has left the queue.
+
+        The last prompt token counts as done with the one before it: it is processed in the pass that gives the first
+        token of the answer.
+        """
+        job = self._job.job
+        cached = job.cached_pages * PAGE_TOKENS + job.cached_tokens
+        done = 0
+        if result["stage"] == "prefill":
+            done = self.prompt_tokens - (result["max_progress"] - result["curr_progress"])
+        # The job may have moved on since this result.
+        self._prefilled = max(self._prefilled, cached, done)
+        return Prefill(done_tokens=self._prefilled, total_tokens=self.prompt_tokens, cached_tokens=cached)
+
+    def _streamed(self, result: dict[str, Any]) -> tuple[TextDelta, Finish | None]:
+        token_ids = _id_list(result.get("token_ids"))
+        eos_reason: str | None = result["eos_reason"] if result["eos"] else None
+        stop_sequence: str | None = None
+        if eos_reason == "max_new_tokens" and self._grammar is not None and self._grammar.complete:
+            eos_reason = "end_filter"  # with the last token that it might have
+        if eos_reason == "stop_token":
+            # What was held back, as it might have begun a stop string or a character, is text after all.
+            *token_ids, _ = _id_list(result["held"]["token_ids"])
+            stop_sequence = result["eos_triggering_token_str"]
+        raws = self._raws(token_ids)
+        text = whole = b"".join(raws).decode(errors="replace")
+        match eos_reason:
+            case None:
+                self._count_rewind(result, token_ids)
+            case "stop_string":
+                text = result.get("text", "")
+                stop_sequence = result["eos_triggering_string"]
+            case "max_new_tokens" | "end_filter":
+                # The engine does not look for strings in the token with which an answer ends for another reason.
+                text, stop_sequence = _cut_at_stop(text, self._request.stop_strings)
+                if stop_sequence is not None:
+                    eos_reason = "stop_string"
+                elif eos_reason == "max_new_tokens":
+                    text = _cut_at_ban(text, self._request.banned_strings)
+        if text != whole:
+            raws = cut_to_length(raws, len(text))
+            token_ids = token_ids[: len(raws)]
+        delta = TextDelta(text=text, token_ids=token_ids, logprobs=self._logprobs(token_ids, raws))
+        self._position += len(token_ids)
+        if token_ids:
+            self._healed = b""
+        return delta, _finish(result, eos_reason, stop_sequence) if eos_reason is not None else None
+
+    def _raws(self, token_ids: list[int]) -> list[bytes]:
+        raws = [self._tokens[token_id] for token_id in token_ids]
+        if self._healed and raws:
+            raws[0] = raws[0].removeprefix(self._healed)
+        return raws
+
+    def _logprobs(self, token_ids: list[int], raws: list[bytes]) -> list[SampledLogprob]:
+        if self._request.logprobs is None:
             return []
-        top_ids, top_probabilities = result.get("top_k_tokens"), result.get("top_k_probs")
-        entries = []
-        for index, (token_id, probability) in enumerate(zip(token_ids, probabilities.flatten().tolist(), strict=True)):
-            top: list[TokenLogprob] = []
-            if top_ids is not None and top_probabilities is not None:
-                pairs = zip(top_ids[0, index].tolist(), top_probabilities[0, index].tolist(), strict=True)
-                top = [TokenLogprob(i, self._piece(i), self._piece(i).encode(), _log(p)) for i, p in pairs]
-            piece = self._piece(token_id)
-            entries.append(SampledLogprob(token_id, piece, piece.encode(), _log(probability), top))
+        entries: list[SampledLogprob] = []
+        for index, (token_id, raw) in enumerate(zip(token_ids, raws, strict=True)):
+            scores = self._sampler.scores(self._position + index)
+            assert scores is not None, "a token without its log-probability"
+            entries += scores.entries([token_id], [raw], self._tokens)
         return entries
 
-    def _piece(self, token_id: int) -> str:
-        pieces: list[str] = self._tokenizer.get_id_to_piece_list(True)
-        return pieces[token_id] if token_id < len(pieces) else ""
+    def _count_rewind(self, result: dict[str, Any], token_ids: list[int]) -> None:
+        if token_ids:
+            self._rewinds = 0
+        if "suppressed_text" in result:
+            self._rewinds += 1
+        if self._rewinds > MOST_REWINDS:
+            raise InvalidRequest(
+                f"The answer cannot go on: {MOST_REWINDS} tokens in a row led to banned strings. "
+                "Ban fewer or longer ones.",
+                param="banned_strings",
+            )
 
 
-def _prompt_ids(request: GenerationRequest, tokenizer: Tokenizer, add_bos: bool) -> Tensor:
-    ids: Tensor
+@dataclass(frozen=True)
+class PromptEcho:
+    """What is needed to report a prompt."""
+
+    text: str
+    token_ids: list[int]
+    model: Model
+    vocab_size: int
+    tokens: TokenBytes
+    logprobs: int | None  # as in GenerationRequest
+
+    async def event(self) -> Echo:
+        if self.logprobs is None:
+            return Echo(self.text, self.token_ids)
+        entries = await prompt_logprobs(self.model, self.token_ids, self.vocab_size, self.logprobs, self.tokens)
+        return Echo(self.text, self.token_ids, entries)
+
+
+def _prompt_echo(
+    request: GenerationRequest, ids: Tensor, generator: AsyncGenerator, tokenizer: Tokenizer
+) -> PromptEcho:
+    engine = generator.generator
+    token_ids = _id_list(ids)
+    if request.logprobs is not None and len(token_ids) > engine.max_chunk_size:
+        raise Unsupported(
+            f"Log-probabilities are given of prompts of up to {engine.max_chunk_size} tokens, as many as one pass of "
+            f"the model takes; this prompt has {len(token_ids)}. Shorten it, leave out logprobs, or load the model "
+            "with a larger chunk_size.",
+            param="logprobs",
+        )
+    tokens = token_bytes(tokenizer)
+    text = request.prompt
+    if not isinstance(text, str):
+        text = b"".join(tokens[token_id] for token_id in token_ids).decode(errors="replace")
+    return PromptEcho(text, token_ids, engine.model, tokenizer.actual_vocab_size, tokens, request.logprobs)
+
+
+def _prompt_ids(request: GenerationRequest, tokenizer: Tokenizer, encoder: PromptEncoder, add_bos: bool) -> Tensor:
     if isinstance(request.prompt, str):
-        ids = tokenizer.encode(
+        ids = encoder.encode(
             request.prompt,
             add_bos=add_bos if request.add_bos is None else request.add_bos,
             encode_special_tokens=request.encode_special_tokens,
+            literals=request.literals,
         )
     else:
         check_token_ids(request.prompt, tokenizer, "prompt")
-        ids = token_tensor(request.prompt)
-    if ids.shape[-1] == 0:
+        ids = request.prompt
+    if not ids:
         raise InvalidRequest("prompt is empty: the model needs at least one token to start from.", param="prompt")
-    return ids
+    return token_tensor(ids)
+
+
+def _healed_token(ids: Tensor, tokenizer: Tokenizer) -> int | None:
+    """The last prompt token, if one that begins with the same text may take its place; None where that cannot be.
+
+    A control token has no text to go on from, a token that ends inside a character has none that could be compared, and
+    a prompt must not become empty.
+    """
+    *before, last = _id_list(ids)
+    if not before or last in tokenizer.extended_id_to_piece:
+        return None
+    piece: str = tokenizer.get_id_to_piece_list(False)[last]
+    return last if piece and REPLACEMENT not in piece else None
 
 
 def _known_tokens(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
@@ -171,16 +350,45 @@ def _id_list(ids: Tensor | None) -> list[int]:
     return flat
 
 
-def _log(probability: float) -> float:
-    return max(math.log(probability), LOWEST_LOGPROB) if probability > 0 else LOWEST_LOGPROB
+def _cut_at_stop(text: str, stop_strings: list[str]) -> tuple[str, str | None]:
+    """The text before the first stop string, and that string; the whole text and None without one."""
+    found = [(position, stop) for stop in stop_strings if (position := text.find(stop)) >= 0]
+    if not found:
+        return text, None
+    position, stop = min(found)
+    return text[:position], stop
 
 
-def _finish(result: dict[str, Any]) -> Finish:
-    eos_reason: str = result["eos_reason"]
+def _cut_at_ban(text: str, banned_strings: list[str]) -> str:
+    """The text before the first banned string, in whatever case."""
+    found = [match.start() for banned in banned_strings if (match := re.search(re.escape(banned), text, re.IGNORECASE))]
+    return text[: min(found, default=len(text))]
+
+
+def cut_to_length(raws: list[bytes], length: int) -> list[bytes]:
+    """The bytes of the tokens that have a part in the first `length` characters of their text; the last may be cut."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    joined = b"".join(raws)
+    characters = end = 0
+    while characters < length and end < len(joined):
+        characters += len(decoder.decode(joined[end : end + 1]))
+        end += 1
+    if characters > length:
+        end -= 1  # a broken character shows only when the next one begins
+    kept = []
+    for raw in raws:
+        if end <= 0:
+            break
+        kept.append(raw[:end])
+        end -= len(raw)
+    return kept
+
+
+def _finish(result: dict[str, Any], eos_reason: str, stop_sequence: str | None) -> Finish:
     return Finish(
         reason="length" if eos_reason == "max_new_tokens" else "stop",
         eos_reason=eos_reason,
-        stop_sequence=result.get("eos_triggering_string") or result.get("eos_triggering_token_str"),
+        stop_sequence=stop_sequence,
         usage=Usage(
             prompt_tokens=result["prompt_tokens"],
             completion_tokens=result["new_tokens"],

@@ -32,7 +32,9 @@ from backends.exllamav3.engine import (
     smallest_compute_capability,
     token_tensor,
 )
-from backends.exllamav3.generation import EngineJob, Limits, check_token_ids, start_job
+from backends.exllamav3.generation import EngineJob, Limits, PromptJob, check_token_ids, start_job
+from backends.exllamav3.prompt_tokens import PromptEncoder
+from backends.exllamav3.token_bytes import token_bytes
 from backends.messages import LoadProgress, ModelComponent, ModelInfo
 from common.config_models import PAGE_TOKENS, LoadSettings
 from common.errors import InvalidRequest, Unsupported
@@ -106,6 +108,7 @@ class ExllamaV3Container:
         self.config.infer_params.moe_cpu_offload = model_settings.cpu_moe_offload_layers
         self.model = Model.from_config(self.config)
         self.tokenizer, self.add_bos = _read_tokenizer(self.config, directory)
+        self.encoder = PromptEncoder(self.tokenizer)
         self.eos_token_ids: list[int] = list(self.config.eos_token_id_list)
         self.recurrent = bool(self.model.caps.get("recurrent_states"))
         self.dimensions = self._dimensions()
@@ -300,7 +303,7 @@ class ExllamaV3Container:
             draft_model_name=self.draft.name if self.draft else None,
             checkpoints=checkpoint_info(self.generator.generator),
             vocab_size=self.tokenizer.actual_vocab_size,
-            control_tokens=[],
+            control_tokens=self.encoder.control_tokens,
             warnings=self.warnings,
         )
 
@@ -319,12 +322,13 @@ class ExllamaV3Container:
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def start(self, request: GenerationRequest) -> EngineJob:
+    def start(self, request: GenerationRequest) -> EngineJob | PromptJob:
         assert self.generator is not None
         return start_job(
             request,
             generator=self.generator,
             tokenizer=self.tokenizer,
+            encoder=self.encoder,
             eos_token_ids=self.eos_token_ids,
             add_bos=self.add_bos,
             limits=self._limits(),
@@ -345,18 +349,22 @@ class ExllamaV3Container:
     def encode(
         self, text: str, *, add_bos: bool | None, encode_special_tokens: bool, literals: Sequence[TextSpan] = ()
     ) -> list[int]:
-        ids = self.tokenizer.encode(
+        return self.encoder.encode(
             text,
             add_bos=self.add_bos if add_bos is None else add_bos,
             encode_special_tokens=encode_special_tokens,
+            literals=literals,
         )
-        flat: list[int] = ids.flatten().tolist()
-        return flat
 
     def decode(self, tokens: list[int], *, decode_special_tokens: bool) -> str:
         check_token_ids(tokens, self.tokenizer, "tokens")
         (text,) = self.tokenizer.decode(token_tensor(tokens), decode_special_tokens=decode_special_tokens)
         return str(text)
+
+    def pieces(self, tokens: list[int]) -> list[bytes]:
+        check_token_ids(tokens, self.tokenizer, "tokens")
+        known = token_bytes(self.tokenizer)
+        return [known[token] for token in tokens]
 
 
 def _read_config(directory: Path) -> Config:

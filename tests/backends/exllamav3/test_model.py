@@ -5,12 +5,10 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import pytest
 from loguru import logger
 
@@ -18,43 +16,9 @@ from backends.exllamav3.engine import AsyncGenerator
 from backends.exllamav3.model import ExllamaV3Container
 from common.config_models import DraftModelConfig
 from common.errors import ContextLengthExceeded, InvalidRequest, Unsupported
-from common.generation import Finish, GenerationRequest, Prefill, TextDelta
-from common.sampling import SamplingParameters
+from common.generation import GenerationRequest
+from tests.containers import GREEDY, SMALL, answered, loaded
 from tests.scripted import load_settings
-
-GREEDY = SamplingParameters(temperature=0.0)
-SMALL = {"cache_size": 8192, "max_seq_len": 8192}
-
-
-@asynccontextmanager
-async def loaded(
-    directory: Path, *, draft_model: DraftModelConfig | None = None, **model: object
-) -> AsyncIterator[ExllamaV3Container]:
-    settings = load_settings(**(SMALL | model))
-    if draft_model is not None:
-        settings = settings.model_copy(update={"draft_model": draft_model})
-    container = ExllamaV3Container.create(directory, settings)
-    for _ in container.load():
-        pass
-    await container.create_generator()
-    try:
-        yield container
-    finally:
-        await container.unload()
-
-
-async def answer(container: ExllamaV3Container, prompt: str | list[int], **fields: Any) -> tuple[str, Finish]:
-    request = GenerationRequest(prompt=prompt, sampling=GREEDY, **({"max_tokens": 8} | fields))
-    job = container.start(request)
-    text, finish = "", None
-    async for event in job.events():
-        if isinstance(event, TextDelta):
-            text += event.text
-        elif isinstance(event, Finish):
-            finish = event
-    await job.cancel()
-    assert finish is not None
-    return text, finish
 
 
 @pytest.fixture
@@ -125,7 +89,7 @@ async def test_the_values_in_force_are_logged_and_on_the_card(
         checkpoints = container.info().checkpoints
         assert checkpoints is not None
         assert (checkpoints.interval, checkpoints.interval_pp) == in_force
-        await answer(container, list(range(5, 605)))
+        await answered(container, list(range(5, 605)))
         engine = container.generator.generator  # type: ignore[union-attr]
         sizes = {entry["checkpoint_size"] for entry in engine.recurrent_cache.values()}
         assert sizes == {checkpoints.bytes}
@@ -139,8 +103,7 @@ async def test_a_model_without_recurrent_layers_warns_and_loads(tiny_llama: Path
         info = container.info()
         assert info.checkpoints is None
         assert info.warnings
-        _, finish = await answer(container, "hello")
-        assert finish.usage.completion_tokens == 8
+        assert (await answered(container, "hello")).finish.usage.completion_tokens == 8
 
 
 async def test_the_generator_takes_no_argument_it_does_not_know(
@@ -160,38 +123,24 @@ async def test_the_generator_takes_no_argument_it_does_not_know(
 async def test_a_second_turn_resumes_from_the_checkpoint(tiny_hybrid: Path) -> None:
     prompt = [5 + i % 900 for i in range(1500)]
     async with loaded(tiny_hybrid) as container:
-        cold, first = await answer(container, prompt)
-        warm, second = await answer(container, prompt)
-        assert first.usage.cached_tokens == 0
-        assert second.usage.cached_tokens == 1280  # the last full page of 256
-        assert warm == cold
-
-
-async def test_prefill_progress_and_usage(tiny_llama: Path) -> None:
-    async with loaded(tiny_llama, chunk_size=256) as container:
-        job = container.start(GenerationRequest(prompt=[7] * 1000, sampling=GREEDY, max_tokens=4))
-        events = [event async for event in job.events()]
-        progress = [event.done_tokens for event in events if isinstance(event, Prefill)]
-        assert progress == sorted(progress)
-        assert len(progress) >= 4
-        finish = events[-1]
-        assert isinstance(finish, Finish)
-        assert finish.reason == "length"
-        assert (finish.usage.prompt_tokens, finish.usage.completion_tokens) == (1000, 4)
+        cold, warm = await answered(container, prompt), await answered(container, prompt)
+        assert cold.finish.usage.cached_tokens == 0
+        assert warm.finish.usage.cached_tokens == 1280  # the last full page of 256
+        assert warm.text == cold.text
 
 
 async def test_a_prompt_that_cannot_fit_says_how_much_does(tiny_llama: Path) -> None:
     async with loaded(tiny_llama, cache_size=512, max_seq_len=512) as container:
         with pytest.raises(ContextLengthExceeded, match="at most 510"):
             container.start(GenerationRequest(prompt=[7] * 511, sampling=GREEDY))
-        _, finish = await answer(container, [7] * 510, max_tokens=100)
-        assert finish.usage.completion_tokens == 1
+        answer = await answered(container, [7] * 510, max_tokens=100)
+        assert answer.finish.usage.completion_tokens == 1
 
 
 async def test_a_cache_full_of_prompt_is_served_whatever_the_interval(tiny_hybrid: Path) -> None:
     """The engine cuts its reservation at the end of the cache; a stricter check refused what fits."""
     async with loaded(tiny_hybrid, cache_size=4096, max_seq_len=4096, recurrent_checkpoint_interval=6144) as container:
-        _, finish = await answer(container, [7] * 4000, max_tokens=1000)
+        finish = (await answered(container, [7] * 4000, max_tokens=1000)).finish
         assert finish.usage.completion_tokens >= 90
         assert finish.reason == "length"
 
@@ -204,41 +153,18 @@ async def test_prompts_that_the_model_cannot_take(tiny_llama: Path, prompt: str 
         assert raised.value.param == "prompt"
 
 
-async def test_logprobs_are_finite_and_one_per_token(tiny_llama: Path) -> None:
-    async with loaded(tiny_llama) as container:
-        job = container.start(
-            GenerationRequest(prompt="hello", sampling=SamplingParameters(top_k=2), max_tokens=6, logprobs=3)
-        )
-        deltas = [event async for event in job.events() if isinstance(event, TextDelta)]
-        entries = [entry for delta in deltas for entry in delta.logprobs]
-        assert [entry.token_id for entry in entries] == [token for delta in deltas for token in delta.token_ids]
-        assert all(-1000.0 <= top.logprob <= 0.0 for entry in entries for top in [entry, *entry.top])
-        assert all(len(entry.top) == 3 for entry in entries)
-
-
-async def test_seeded_requests_repeat_themselves(tiny_llama: Path) -> None:
-    async with loaded(tiny_llama) as container:
-        fields: dict[str, Any] = {"max_tokens": 24, "sampling": SamplingParameters(temperature=1.5)}
-
-        async def text(seed: int) -> str:
-            job = container.start(GenerationRequest(prompt="once", seed=seed, **fields))
-            return "".join([event.text async for event in job.events() if isinstance(event, TextDelta)])
-
-        assert await text(1) == await text(1) != await text(2)
-
-
 @pytest.mark.parametrize("mode", ["ngram", "model"])
 async def test_drafting_changes_no_token(tiny_llama: Path, mode: Literal["ngram", "model"]) -> None:
     """A model that drafts for itself is always right; n-grams of random text seldom are."""
     prompt = [5 + i % 40 for i in range(400)]
     draft = DraftModelConfig(draft_mode=mode, draft_model_dir=str(tiny_llama.parent), draft_model_name=tiny_llama.name)
     async with loaded(tiny_llama) as container:
-        plain, _ = await answer(container, prompt, max_tokens=40)
+        plain = await answered(container, prompt, max_tokens=40)
     async with loaded(tiny_llama, draft_model=draft) as container:
         assert container.info().draft_mode == mode
-        drafted, finish = await answer(container, prompt, max_tokens=40)
-    assert drafted == plain
-    usage = finish.usage
+        drafted = await answered(container, prompt, max_tokens=40)
+    assert drafted.text == plain.text
+    usage = drafted.finish.usage
     assert usage.accepted_draft_tokens > 0 if mode == "model" else usage.rejected_draft_tokens > 0
 
 
@@ -281,51 +207,6 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchForCausalLM"]}')
     with pytest.raises(InvalidRequest, match="NoSuchForCausalLM"):
         ExllamaV3Container.create(tmp_path, load_settings())
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"stop_tokens": [1_000_000], "min_tokens": 3},
-        {"sampling": SamplingParameters(temperature=0.0, logit_bias={1_000_000: 1.0})},
-        {"sampling": SamplingParameters(temperature=0.0, banned_tokens=[1_000_000])},
-        {"sampling": SamplingParameters(temperature=0.0, allowed_tokens=[*range(1024), 1_000_000])},
-    ],
-)
-async def test_token_ids_of_another_model_change_nothing(tiny_llama: Path, given: dict[str, Any]) -> None:
-    """Clients send fixed lists of them. The engine must not meet them: it would end for every request."""
-    async with loaded(tiny_llama) as container:
-        plain, _ = await answer(container, "The river")
-        request = GenerationRequest(prompt="The river", sampling=GREEDY, max_tokens=8)
-        job = container.start(msgspec.structs.replace(request, **given))
-        text = "".join([event.text async for event in job.events() if isinstance(event, TextDelta)])
-        assert text == plain
-        assert not container.broken()
-
-
-async def test_a_request_that_may_sample_no_token_is_refused(tiny_llama: Path) -> None:
-    async with loaded(tiny_llama) as container:
-        sampling = SamplingParameters(allowed_tokens=[5], banned_tokens=[5])
-        with pytest.raises(InvalidRequest, match="no token"):
-            container.start(GenerationRequest(prompt="x", sampling=sampling))
-
-
-@pytest.mark.parametrize("window", [1, 2, 3, 10**9])
-async def test_any_loop_window_is_taken(tiny_llama: Path, window: int) -> None:
-    sampling = SamplingParameters(temperature=0.0, loop_detect_window=window)
-    async with loaded(tiny_llama) as container:
-        job = container.start(GenerationRequest(prompt="x", sampling=sampling, max_tokens=2))
-        assert isinstance([event async for event in job.events()][-1], Finish)
-
-
-async def test_a_temperature_next_to_nothing_is_greedy(tiny_llama: Path) -> None:
-    async with loaded(tiny_llama) as container:
-        texts = []
-        for temperature in (0.0, 1e-40):
-            sampling = SamplingParameters(temperature=temperature)
-            job = container.start(GenerationRequest(prompt="a b c", sampling=sampling, max_tokens=8))
-            texts.append("".join([event.text async for event in job.events() if isinstance(event, TextDelta)]))
-    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

@@ -1,0 +1,235 @@
+"""Prompt text -> token ids, where a user's text cannot forge control tokens.
+
+A prompt is tokenised as one text, so that it gives the ids that it gives anywhere else. What a message says must
+nevertheless not become `<|im_end|>` and the like because it spells it. So there is a second tokenizer, the first one
+with all its control tokens renamed: in the text, those that are meant get their secret name, the others stay what they
+spell, and both then go through it together.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from loguru import logger
+from tokenizers import Tokenizer as HFTokenizer
+
+from backends.exllamav3.engine import Tokenizer
+from backends.messages import ControlToken
+from common.generation import TextSpan
+
+# What stands for a character inside a literal while control tokens are looked for; some need a word's end beside them.
+LETTER_MASK, MASK = "\u16a0", "\ue000"
+
+
+class PromptEncoder:
+    """Encodes for one tokenizer.
+
+    Attributes:
+        control_tokens: the strings that become one token wherever they stand in a text, by id.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._hf: HFTokenizer = tokenizer.tokenizer
+        self.control_tokens = _control_tokens(tokenizer)
+        _write_control_tokens(tokenizer, self.control_tokens)
+        # The tokenizers library finds the inner ones; the engine itself the outer, around what it gives to the library.
+        # White space that has a token of its own is text all the same.
+        added = {token.content for token in self._hf.get_added_tokens_decoder().values() if not token.content.isspace()}
+        self._inner = {token.text: token for token in self.control_tokens if token.text in added}
+        self._outer: dict[str, int] = {**tokenizer.missing_special_piece_to_id, **tokenizer.unspecial_piece_to_id}
+        self._outer_pattern = re.compile("|".join(map(re.escape, self._outer))) if self._outer else None
+        nonce = secrets.token_hex(16)  # nobody may guess a name
+        self._names = {text: f"<{nonce}:{token.token_id}>" for text, token in self._inner.items()}
+        controlling = {token.token_id for token in self.control_tokens if not token.text.isspace()}
+        self._ids = controlling - {tokenizer.unk_token_id}  # unknown characters give it too
+
+    def encode(
+        self, text: str, *, add_bos: bool, encode_special_tokens: bool = True, literals: Sequence[TextSpan] = ()
+    ) -> list[int]:
+        """The ids of a text.
+
+        Args:
+            add_bos: put a BOS token before it.
+            encode_special_tokens: false makes a literal of the whole text.
+            literals: spans of the text. A control token's string that overlaps one is ordinary text.
+        """
+        if not encode_special_tokens:
+            literals = [(0, len(text))]
+        if not literals:
+            ids: list[int] = self._tokenizer.encode(text, encode_special_tokens=True).flatten().tolist()
+        else:
+            ids = self._encode_with_literals(text, _masked(text, literals))
+        bos: int | None = self._tokenizer.bos_token_id
+        return [bos, *ids] if add_bos and bos is not None else ids
+
+    def _encode_with_literals(self, text: str, masked: str) -> list[int]:
+        ids: list[int] = []
+        position = 0
+        for match in self._outer_pattern.finditer(masked) if self._outer_pattern else ():
+            ids += self._encode_part(text[position : match.start()], masked[position : match.start()])
+            ids.append(self._outer[match[0]])
+            position = match.end()
+        return ids + self._encode_part(text[position:], masked[position:])
+
+    def _encode_part(self, text: str, masked: str) -> list[int]:
+        if not text:
+            return []
+        found = list(self._meant(masked))
+        meant = [token.token_id for token, _, _ in found if token.token_id in self._ids]
+        if self._renamed is not None:
+            named = "".join(_replaced(text, [(self._names[token.text], start, end) for token, start, end in found]))
+            ids: list[int] = self._renamed.encode(named, add_special_tokens=False).ids
+            if [token_id for token_id in ids if token_id in self._ids] == meant:
+                return ids
+        return self._encode_apart(text, found)
+
+    def _encode_apart(self, text: str, found: list[tuple[ControlToken, int, int]]) -> list[int]:
+        """For tokenizers that cannot be renamed: the text between control tokens in pieces, cut inside forged ones.
+
+        The ids of what stands beside a cut may be others than those of the whole text.
+        """
+        forgeries = re.compile("|".join(map(re.escape, sorted(self._inner, key=len, reverse=True))))
+        ids: list[int] = []
+        position = 0
+        for token, start, end in [*found, (None, len(text), len(text))]:
+            piece_start = position
+            for forged in forgeries.finditer(text, position, start) if self._inner else ():
+                ids += self._plain(text[piece_start : forged.start() + 1])
+                piece_start = forged.start() + 1
+            ids += self._plain(text[piece_start:start])
+            if token is not None:
+                ids.append(token.token_id)
+            position = end
+        return ids
+
+    def _plain(self, text: str) -> list[int]:
+        self._hf.encode_special_tokens = True  # as text, that is
+        ids: list[int] = self._hf.encode(text, add_special_tokens=False).ids if text else []
+        return [token_id for token_id in ids if token_id not in self._ids]
+
+    def _meant(self, masked: str) -> Iterator[tuple[ControlToken, int, int]]:
+        """Control tokens in a text, and where they are spelled."""
+        finder, tokens = self._finder
+        encoding = finder.encode(masked, add_special_tokens=False)
+        for finder_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            token = tokens.get(finder_id)
+            if token is None:
+                continue
+            # The token may have taken the blanks around it.
+            spelled = masked[start:end]
+            text = token.text if token.text in spelled else spelled.strip()
+            offset = start + spelled.index(text)
+            yield token, offset, offset + len(text)
+
+    # --- made when the first text with literals comes -------------------------------------------------------------
+
+    @cached_property
+    def _finder(self) -> tuple[HFTokenizer, dict[int | None, ControlToken]]:
+        """The tokenizer without its model, which finds added tokens as ever, and nothing else; and its ids."""
+        described = json.loads(self._hf.to_str())
+        unknown = next(iter(self._names.values()), "") + "?"
+        model = {"type": "WordLevel", "vocab": {unknown: 0}, "unk_token": unknown}
+        added = [{**token, "id": index} for index, token in enumerate(described["added_tokens"], start=1)]
+        described |= {"model": model, "added_tokens": added, "pre_tokenizer": None, "post_processor": None}
+        finder = HFTokenizer.from_str(json.dumps(described))
+        return finder, {finder.token_to_id(text): token for text, token in self._inner.items()}
+
+    @cached_property
+    def _renamed(self) -> HFTokenizer | None:
+        """The tokenizer with secret names for its control tokens; None where that cannot be made."""
+        described = json.loads(self._hf.to_str())
+        for token in described["added_tokens"]:
+            token["content"] = self._names.get(token["content"], token["content"])
+        _rename_in_model(described["model"], self._names)
+        described["post_processor"] = None  # it names tokens, and is not used
+        try:
+            renamed = HFTokenizer.from_str(json.dumps(described))
+        except Exception as error:  # the library has no other kind
+            logger.warning("Prompts that spell control tokens are tokenised piece by piece: {}", error)
+            return None
+        known = all(renamed.token_to_id(self._names[text]) == token.token_id for text, token in self._inner.items())
+        return renamed if known else None
+
+
+def _control_tokens(tokenizer: Tokenizer) -> list[ControlToken]:
+    found: dict[str, ControlToken] = {}
+    for token_id, token in tokenizer.tokenizer.get_added_tokens_decoder().items():
+        found[token.content] = ControlToken(token.content, token_id, token.special)
+    for text, token_id in tokenizer.missing_special_piece_to_id.items():
+        found[text] = ControlToken(text, token_id, True)
+    for text, token_id in tokenizer.unspecial_piece_to_id.items():
+        found[text] = ControlToken(text, token_id, False)
+    return sorted(found.values(), key=lambda token: token.token_id)
+
+
+def _write_control_tokens(tokenizer: Tokenizer, control_tokens: list[ControlToken]) -> None:
+    """Make the engine write all control tokens into texts.
+
+    It learns them from tokenizer_config.json, where transformers 5 no longer lists them, and leaves out the pad token,
+    which is the end of a turn to many models.
+    """
+    pieces: list[str] = tokenizer.get_id_to_piece_list(True)
+    for token in control_tokens:
+        tokenizer.extended_piece_to_id.setdefault(token.text, token.token_id)
+        tokenizer.extended_id_to_piece.setdefault(token.token_id, token.text)
+        pieces[token.token_id] = tokenizer.extended_id_to_piece[token.token_id]
+    tokenizer.pad_token_id = -1  # none, as the engine has it; nothing here is padded
+
+
+def _rename_in_model(model: dict[str, Any], names: dict[str, str]) -> None:
+    """In the `model` of a tokenizer.json; the ids stay."""
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(piece, piece): token_id for piece, token_id in vocabulary.items()}
+    else:  # Unigram's: pieces with their scores, by id
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [merge for merge in model["merges"] if not names.keys() & _merged_pieces(merge)]
+
+
+def _merged_pieces(merge: str | list[str]) -> set[str]:
+    """What a merge of BPE takes and makes."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return {left, right, left + right}
+
+
+def _masked(text: str, literals: Sequence[TextSpan]) -> str:
+    """The text with nothing to find inside the literals, as long as before."""
+    return "".join(
+        _replaced(text, [("".join(map(_mask, text[start:end])), start, end) for start, end in _merged(text, literals)])
+    )
+
+
+def _merged(text: str, spans: Sequence[TextSpan]) -> list[TextSpan]:
+    """In order, without overlaps, inside the text."""
+    merged: list[TextSpan] = []
+    for start, end in sorted(spans):
+        start, end = max(start, 0), min(end, len(text))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif start < end:
+            merged.append((start, end))
+    return merged
+
+
+def _mask(character: str) -> str:
+    if character.isspace():
+        return character
+    return LETTER_MASK if character.isalnum() or character == "_" else MASK
+
+
+def _replaced(text: str, replacements: Sequence[tuple[str, int, int]]) -> Iterator[str]:
+    position = 0
+    for replacement, start, end in replacements:
+        yield text[position:start]
+        yield replacement
+        position = end
+    yield text[position:]
