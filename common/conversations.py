@@ -1,0 +1,189 @@
+"""Conversations that a chat template refuses or cuts, in shapes that it takes.
+
+OpenAI's API allows what many templates do not know: system messages anywhere, several messages of one role in a row,
+tools without a description. The shapes here say the same in fewer kinds of messages. Every message keeps its place, and
+what a shape makes of a message does not depend on what follows, except for what is joined to it: so the prompt of a
+longer conversation begins as that of a shorter one, as far as the template allows it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, takewhile
+from typing import Any, NamedTuple, TypeAlias
+
+Message: TypeAlias = dict[str, Any]  # as a template sees it: role, content and the rest
+Tool: TypeAlias = dict[str, Any]  # as the client described it
+
+_Step: TypeAlias = Callable[[list[Message]], list[Message]]
+_SEPARATOR = "\n\n"
+
+
+class Shape(NamedTuple):
+    messages: list[Message]
+    tools: Sequence[Tool] | None
+    description: str  # completes "the template takes the conversation with ..."
+
+
+def other_shapes(messages: Sequence[Message], tools: Sequence[Tool] | None) -> Iterator[Shape]:
+    """Shapes of a conversation other than its own, the least changed first."""
+    tried = [list(messages)]
+    for steps in _ladder():
+        shaped = list(messages)
+        for step in steps:
+            shaped = step(shaped)
+        if shaped not in tried:
+            tried.append(shaped)
+            yield Shape(shaped, tools, ", ".join(_DESCRIPTIONS[step] for step in steps))
+    if tools is None:  # the template may be made for requests with tools only
+        yield Shape(tried[0], [], "an empty list of tools")
+    elif (complete := [_complete(tool) for tool in tools]) != list(tools):
+        yield Shape(tried[0], complete, "tools completed")
+        for shape in other_shapes(messages, complete):
+            yield shape._replace(description=f"tools completed, {shape.description}")
+
+
+def with_parts(messages: Sequence[Message]) -> list[Message]:
+    """A conversation whose contents are lists of parts."""
+    return [{**message, "content": _parts(message["content"])} for message in messages]
+
+
+# --- steps --------------------------------------------------------------------------------------------------------
+
+
+def join_system(messages: list[Message]) -> list[Message]:
+    """One system message where several begin a conversation."""
+    first = list(takewhile(_is_system, messages))
+    return [_joined(first), *messages[len(first) :]] if len(first) > 1 else messages
+
+
+def later_system_as_user(messages: list[Message]) -> list[Message]:
+    begun = False
+    shaped = []
+    for message in messages:
+        begun = begun or not _is_system(message)
+        shaped.append(_as_user(message) if begun and _is_system(message) else message)
+    return shaped
+
+
+def system_as_user(messages: list[Message]) -> list[Message]:
+    """No system message at all: one before a user's becomes its beginning, any other a user's message."""
+    shaped: list[Message] = []
+    pending: list[Message] = []
+    for message in messages:
+        if _is_system(message):
+            pending.append(_as_user(message))
+        elif message["role"] == "user" and pending:
+            shaped.append(_joined([*pending, message]))
+            pending = []
+        else:
+            shaped += [*pending, message]
+            pending = []
+    return [*shaped, *pending]
+
+
+def _alternate(messages: list[Message]) -> list[Message]:
+    """User and assistant in turns, the user first. Calls of tools and their results stand as they are."""
+    shaped: list[Message] = []
+    for message in messages:
+        before = shaped[-1] if shaped else None
+        if message["role"] == "assistant" and all(map(_is_system, shaped)):
+            shaped.append({"role": "user", "content": ""})
+        if before is not None and _may_join(before, message):
+            shaped[-1] = _joined([before, message])
+        else:
+            shaped.append(message)
+    return shaped
+
+
+def calls_as_text(messages: list[Message]) -> list[Message]:
+    """Calls of tools as JSON text of the assistant's."""
+    return [_without_calls(message) for message in messages]
+
+
+def _tools_as_text(messages: list[Message]) -> list[Message]:
+    """The same, with the results as text of the user's."""
+    return [_as_user(message) if message["role"] == "tool" else message for message in calls_as_text(messages)]
+
+
+_DESCRIPTIONS: dict[_Step, str] = {
+    join_system: "its first system messages joined",
+    later_system_as_user: "later system messages as the user's",
+    system_as_user: "system messages as the user's",
+    _alternate: "neighbours of one role joined",
+    _tools_as_text: "calls of tools as text",
+}
+
+
+def _ladder() -> Iterator[tuple[_Step, ...]]:
+    """Combinations of steps, those that change less first. A later one never undoes what an earlier one would do."""
+    in_place = (join_system, later_system_as_user, _alternate)
+    orders = [steps for count in (1, 2, 3) for steps in combinations(in_place, count)]
+    orders += [(system_as_user,), (system_as_user, _alternate)]
+    yield from orders
+    yield (_tools_as_text,)
+    yield from ((_tools_as_text, *steps) for steps in orders)
+
+
+# --- messages and tools -------------------------------------------------------------------------------------------
+
+
+def _is_system(message: Message) -> bool:
+    return message["role"] in ("system", "developer")
+
+
+def _as_user(message: Message) -> Message:
+    return {**message, "role": "user"}
+
+
+def _may_join(first: Message, second: Message) -> bool:
+    return (
+        first["role"] == second["role"]
+        and first["role"] in ("user", "assistant")
+        and not first.get("tool_calls")
+        and not second.get("tool_calls")
+    )
+
+
+def _joined(messages: Sequence[Message]) -> Message:
+    """One message with all contents, and whatever else the last one has."""
+    joined: Message = {}
+    for message in messages:
+        joined |= message
+    contents = [message["content"] for message in messages if message["content"]]
+    if all(isinstance(content, str) for content in contents):
+        joined["content"] = _SEPARATOR.join(contents)
+    else:
+        separated = [part for content in contents for part in (*_parts(_SEPARATOR), *_parts(content))]
+        joined["content"] = separated[1:]
+    return joined
+
+
+def _parts(content: object) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+
+
+def _without_calls(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    text = "\n".join(json.dumps(call["function"], ensure_ascii=False) for call in calls)
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return _joined([rest, {"content": text}])
+
+
+def _complete(tool: Tool) -> Tool:
+    """A tool with the members that OpenAI lets a client leave out and that many templates read."""
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict):
+        parameters = {"type": "object"}
+    complete = {
+        **function,
+        "description": function.get("description") or "",
+        "parameters": {**parameters, "properties": parameters.get("properties") or {}},
+    }
+    return {**tool, "function": complete}
