@@ -186,6 +186,9 @@ class NetworkConfig(Section):
     api_servers: Annotated[ApiServers, KOBOLD_PLANNED] = ["oai"]
     """Front ends to offer: oai (OpenAI's API) and kobold. Health, model and key routes are always there."""
 
+    max_body_mb: NotNegative = 64
+    """Largest body of a request in MB; images in requests count. A larger one is refused with 413. 0: no limit."""
+
     sse_ping_interval: NotNegative = 15
     """Seconds between signs of life in a stream that has nothing else to send, as during a long prefill. 0 sends
     none."""

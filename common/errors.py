@@ -8,6 +8,7 @@
     ├── NotFound                       404  not_found_error         not_found
     │   └── ModelNotFound              404  not_found_error         model_not_found
     ├── MethodNotAllowed               405  invalid_request_error   method_not_allowed
+    ├── RequestTooLarge                413  invalid_request_error   request_too_large
     ├── ModelNotLoaded                 503  service_unavailable     model_not_loaded
     ├── ModelLoadFailed                500  server_error            model_load_failed
     ├── EngineFailed                   500  server_error            engine_failed
@@ -45,7 +46,7 @@ class ServerError(Exception):
         param: path of the field at fault, such as "messages.0.content", or None.
     """
 
-    status: ClassVar[int] = 500
+    status: int = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "server_error"
     retry_after: ClassVar[int | None] = None
@@ -112,6 +113,14 @@ class MethodNotAllowed(ServerError):
     status = 405
     type = "invalid_request_error"
     code = "method_not_allowed"
+
+
+class RequestTooLarge(ServerError):
+    """The body of the request is larger than network.max_body_mb."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
 
 
 class ModelNotLoaded(ServerError):

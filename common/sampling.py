@@ -19,13 +19,14 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
-from common.errors import InvalidRequest, NotFound
+from common.errors import InvalidRequest, NotFound, SettingsError
+from common.settings_catalog import did_you_mean
+from common.yaml_file import read_mapping
 
 PRESET_DIR = Path(__file__).resolve().parent.parent / "sampler_overrides"
 MAX_TOP_LOGPROBS = 20
+MAX_ANSWERS = 128  # of one request, as at OpenAI
 # What the engine's kernels can count to; a larger number would fail there, or on the way.
 LARGEST = 2**31 - 1
 
@@ -65,8 +66,11 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 # --- fields of a request ------------------------------------------------------------------------------------------
 
 
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, (str, int)) else value
+def _strings(value: object) -> object:
+    """One string is a list of one. An empty one would be found everywhere, and means none."""
+    if isinstance(value, str):
+        value = [value]
+    return [item for item in value if item != ""] if isinstance(value, list) else value
 
 
 def is_token_id(value: object) -> TypeGuard[int]:
@@ -81,29 +85,50 @@ def _token_ids(value: object) -> object:
 
 
 def _sequence_breakers(value: object) -> object:
+    """A list may come as JSON in a string, with or without its brackets, or as plain words between commas."""
     if not isinstance(value, str):
         return value
-    text = value if value.lstrip().startswith("[") else f"[{value}]"
+    listed = value.lstrip().startswith("[")
     try:
-        return json.loads(text)
+        return json.loads(value if listed else f"[{value}]")
     except (ValueError, RecursionError) as error:
-        raise ValueError("a string must hold a JSON list of strings") from error
+        if listed:
+            raise ValueError("a string must hold a JSON list of strings") from error
+        return [word for word in map(str.strip, value.split(",")) if word]
 
 
 def _stop(value: object) -> object:
-    value = _listed(value)
+    if isinstance(value, (str, int)):
+        value = [value]
     if not isinstance(value, list) or not all(isinstance(item, str) or is_token_id(item) for item in value):
         raise ValueError("must be a string, or a list of strings and token ids")
     return [item for item in value if item != ""]
 
 
+def _logit_bias(value: object) -> object:
+    """llama.cpp's server also takes pairs, and false for never. A token whose bias is null has none."""
+    if isinstance(value, list):
+        if not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+            raise ValueError("must map token ids to biases, or be a list of such pairs")
+        value = {str(token): NEVER if bias is False else bias for token, bias in value}
+    return {token: bias for token, bias in value.items() if bias is not None} if isinstance(value, dict) else value
+
+
+def _seed(value: object) -> object:
+    return None if value == -1 else value  # as front ends say "any"
+
+
 Integer: TypeAlias = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 NonNegative: TypeAlias = Annotated[int, Field(ge=0, le=LARGEST)]
-TokenIds: TypeAlias = Annotated[list[NonNegative], BeforeValidator(_token_ids)]
-Strings: TypeAlias = Annotated[list[str], BeforeValidator(_listed)]
+TokenIds: TypeAlias = Annotated[
+    list[NonNegative], BeforeValidator(_token_ids, json_schema_input_type=str | list[NonNegative])
+]
+Strings: TypeAlias = Annotated[list[str], BeforeValidator(_strings, json_schema_input_type=str | list[str])]
+Seed: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 # Far beyond what logits need, and far below what turns them into infinities and the answer into nothing.
 Bias: TypeAlias = Annotated[float, Field(ge=-1000, le=1000)]
+NEVER = -1000.0
 
 
 def _named(*names: str) -> AliasChoices:
@@ -123,27 +148,70 @@ class RequestModel(BaseModel):
         return values
 
 
-class SamplingFields(RequestModel):
+class ForeignSamplers(RequestModel):
+    """Samplers that other engines have and this one lacks. The defaults turn them off; so does 0 or false."""
+
+    smoothing_factor: float = 0.0
+    top_a: float = 0.0
+    tfs: float = Field(1.0, validation_alias=_named("tfs", "tfs_z"))
+    typical: float = Field(1.0, validation_alias=_named("typical", "typical_p"))
+    skew: float = 0.0
+    mirostat_mode: int = Field(0, validation_alias=_named("mirostat_mode", "mirostat"))
+    mirostat_tau: float = 1.5
+    mirostat_eta: float = 0.3
+    min_temp: float = Field(1.0, validation_alias=_named("min_temp", "dynatemp_low"))
+    max_temp: float = Field(1.0, validation_alias=_named("max_temp", "dynatemp_high"))
+    temp_exponent: float = Field(1.0, validation_alias=_named("temp_exponent", "dynatemp_exponent"))
+    dynatemp_range: float = 0.0
+    top_n_sigma: float = Field(-1.0, validation_alias=_named("top_n_sigma", "nsigma"))
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    penalty_alpha: float = 0.0
+    no_repeat_ngram_size: int = 0
+    encoder_repetition_penalty: float = 1.0
+    guidance_scale: float = 1.0
+    num_beams: int = 1
+    use_beam_search: bool = False
+
+    def without_effect(self) -> list[str]:
+        """Names of those that a request turns on."""
+        named = [name for name in ForeignSamplers.model_fields if name not in _NO_SWITCH and self._is_on(name)]
+        return [*named, "min_temp", "max_temp"] if self.min_temp != self.max_temp else named
+
+    def _is_on(self, name: str) -> bool:
+        value = getattr(self, name)
+        return bool(value) and value != ForeignSamplers.model_fields[name].default
+
+
+# They say how another one works, or, as the bounds of a temperature, do something only together.
+_NO_SWITCH = frozenset({"mirostat_tau", "mirostat_eta", "min_temp", "max_temp"})
+
+
+class SamplingFields(ForeignSamplers):
     """What a request may say about sampling and length, under any of the names that clients use.
 
-    The fields of the last group are recognised but have no counterpart in the engine.
+    Where a request gives one field under several names, the name that stands first counts.
     """
 
     max_tokens: Annotated[Integer, Field(ge=-1)] = Field(
         0,
-        validation_alias=_named("max_tokens", "max_completion_tokens", "max_length"),
+        validation_alias=_named("max_completion_tokens", "max_tokens", "max_length", "max_new_tokens", "n_predict"),
         description="0 or -1: all that fit",
     )
     min_tokens: NonNegative = Field(0, validation_alias=_named("min_tokens", "min_length"))
-    stop: Annotated[list[str | int], BeforeValidator(_stop)] = Field(
-        [], validation_alias=_named("stop", "stop_sequence"), description="strings and token ids"
+    stop: Annotated[list[str | int], BeforeValidator(_stop, json_schema_input_type=str | int | list[str | int])] = (
+        Field(
+            [],
+            validation_alias=_named("stop", "stop_sequence", "stopping_strings"),
+            description="strings and token ids",
+        )
     )
-    banned_strings: Strings = []
+    banned_strings: Strings = Field([], validation_alias=_named("banned_strings", "bad_words"))
     token_healing: bool = False
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    seed: Annotated[Seed | None, BeforeValidator(_seed)] = Field(None, description="-1: any")
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    add_bos_token: bool | None = None
+    add_bos_token: bool | None = Field(None, validation_alias=_named("add_bos_token", "add_special_tokens"))
 
     temperature: float = Field(1.0, ge=0, le=10)
     temperature_last: bool = False
@@ -153,39 +221,34 @@ class SamplingFields(RequestModel):
     xtc_probability: Fraction = 0.0
     xtc_threshold: Fraction = 0.1
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = Field(
-        1.0, validation_alias=_named("repetition_penalty", "rep_pen")
+        1.0, validation_alias=_named("repetition_penalty", "rep_pen", "repeat_penalty")
     )
     frequency_penalty: Bias = 0.0
     presence_penalty: Bias = 0.0
     penalty_range: Integer = Field(
         -1,
-        validation_alias=_named("penalty_range", "repetition_range", "repetition_penalty_range", "rep_pen_range"),
+        validation_alias=_named(
+            "penalty_range", "repetition_range", "repetition_penalty_range", "rep_pen_range", "repeat_last_n"
+        ),
     )
     repetition_decay: NonNegative = 0
     dry_multiplier: Annotated[Bias, Field(ge=0)] = 0.0
     dry_base: Annotated[Bias, Field(ge=0)] = 1.75
     dry_allowed_length: NonNegative = 2
     dry_range: Annotated[Integer, Field(ge=-1)] = Field(0, validation_alias=_named("dry_range", "dry_penalty_last_n"))
-    dry_sequence_breakers: Annotated[list[str], BeforeValidator(_sequence_breakers)] = []
+    dry_sequence_breakers: Annotated[
+        list[str], BeforeValidator(_sequence_breakers, json_schema_input_type=str | list[str])
+    ] = []
     adaptive_target: float = 1.0
     adaptive_decay: Fraction = 0.9
-    logit_bias: dict[NonNegative, Bias] = {}
+    logit_bias: Annotated[
+        dict[NonNegative, Bias],
+        BeforeValidator(_logit_bias, json_schema_input_type=dict[NonNegative, Bias] | list[list[Any]]),
+    ] = {}
     banned_tokens: TokenIds = Field([], validation_alias=_named("banned_tokens", "custom_token_bans"))
     allowed_tokens: TokenIds = Field([], validation_alias=_named("allowed_tokens", "allowed_token_ids"))
     ban_eos_token: bool = Field(False, validation_alias=_named("ban_eos_token", "ignore_eos"))
     loop_detect_window: NonNegative = 800
-
-    smoothing_factor: float = 0.0
-    top_a: float = 0.0
-    tfs: float = 1.0
-    typical: float = Field(1.0, validation_alias=_named("typical", "typical_p"))
-    skew: float = 0.0
-    mirostat_mode: int = Field(0, validation_alias=_named("mirostat_mode", "mirostat"))
-    mirostat_tau: float = 1.5
-    mirostat_eta: float = 0.3
-    min_temp: float = Field(1.0, validation_alias=_named("min_temp", "dynatemp_low"))
-    max_temp: float = Field(1.0, validation_alias=_named("max_temp", "dynatemp_high"))
-    temp_exponent: float = Field(1.0, validation_alias=_named("temp_exponent", "dynatemp_exponent"))
 
     @property
     def stop_strings(self) -> list[str]:
@@ -194,11 +257,6 @@ class SamplingFields(RequestModel):
     @property
     def stop_tokens(self) -> list[int]:
         return [item for item in self.stop if isinstance(item, int)]
-
-    def without_effect(self) -> list[str]:
-        """Names of the samplers that are switched on here and do not exist in the engine."""
-        names = [name for name in _UNAVAILABLE if getattr(self, name) != type(self).model_fields[name].default]
-        return [*names, "dynatemp"] if self.min_temp != self.max_temp else names
 
     def parameters(self) -> SamplingParameters:
         """What of this goes to the sampler.
@@ -214,15 +272,23 @@ class SamplingFields(RequestModel):
         values = {name: getattr(self, name) for name in SamplingParameters.__struct_fields__}
         values["top_k"] = max(0, self.top_k)
         values["dry_range"] = max(0, self.dry_range)
+        if self.adaptive_target < 0:  # no probability: how front ends of other servers turn it off
+            values["adaptive_target"] = SamplingParameters().adaptive_target
         return SamplingParameters(**values)
-
-
-_UNAVAILABLE = ("smoothing_factor", "top_a", "tfs", "typical", "skew", "mirostat_mode", "temp_exponent")
 
 
 # --- presets ------------------------------------------------------------------------------------------------------
 
 F = TypeVar("F", bound=SamplingFields)
+
+
+class PresetFields(SamplingFields):
+    """What a preset can give a value to, in the limits that requests have: sampling, and these."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 1
+    json_schema: Any = None
+    regex_pattern: str | None = None
+    grammar_string: str | None = None
 
 
 class Override(RequestModel):
@@ -239,18 +305,24 @@ class Override(RequestModel):
     additive: bool = False
 
 
+Overrides: TypeAlias = Mapping[str, Override]  # by field
+
+
 class SamplerPresets:
-    """The preset in force, for every request and model. A value that a request could not give is refused here too.
+    """The presets of a folder, and the one in force for every request.
+
+    A value that a request could not give is refused before anything of the preset is in force.
 
     Attributes:
         selected: name of the preset in force; None without one, or with overrides that were given directly.
-        overrides: field -> override in force.
+        overrides: those in force.
     """
 
     def __init__(self, directory: Path = PRESET_DIR) -> None:
         self.selected: str | None = None
-        self.overrides: dict[str, Override] = {}
+        self.overrides: Overrides = {}
         self._directory = directory
+        self._of_models: dict[str, Overrides] = {}
 
     def names(self) -> list[str]:
         return sorted(path.stem for path in self._directory.glob("*.yml"))
@@ -262,31 +334,39 @@ class SamplerPresets:
             NotFound: there is no such preset.
             InvalidRequest: its file is broken, or holds a value that no request could give.
         """
-        path = self._directory / f"{name}.yml"
-        if path.name != f"{name}.yml" or not os.path.isfile(path):
-            raise NotFound(
-                f"There is no sampler preset {name!r}. Available: {', '.join(self.names())}.", param="preset"
-            )
-        try:
-            content = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8")) or {}
-        except YAMLError as error:
-            raise InvalidRequest(f"The sampler preset {name!r} is not valid YAML: {error}", param="preset") from error
-        self.replace(content, source=f"The sampler preset {name!r}")
+        self.overrides = self._read(name, "preset")
         self.selected = name
 
-    def replace(self, overrides: object, *, source: str = "overrides") -> None:
+    def replace(self, overrides: object) -> None:
         """Put the given overrides in force instead of a preset. Raises `InvalidRequest` and then changes nothing."""
-        self.overrides = _checked(overrides, source)
+        self.overrides = _checked(overrides, "overrides", "overrides")
         self.selected = None
 
     def clear(self) -> None:
         self.overrides = {}
         self.selected = None
 
-    def apply(self, fields: F) -> F:
-        """The request as the overrides make it; a new object where they change anything."""
+    def read_for_model(self, name: str | None) -> None:
+        """Read the preset of a model that is about to be loaded. Raises as `select()` does."""
+        if name:
+            self._of_models[name] = self._read(name, "sampler_preset")
+
+    def of_model(self, name: str | None) -> Overrides:
+        """The overrides of a model's preset, as they were when such a model was last loaded."""
+        if name and name not in self._of_models:
+            self.read_for_model(name)
+        return self._of_models[name] if name else {}
+
+    def apply(self, fields: F, model_preset: str | None = None) -> F:
+        """The request as the overrides make it; a new object where they change anything.
+
+        Args:
+            model_preset: `sampler_preset` of the model that answers; its parameters win over those in force for all.
+        """
         changes: dict[str, Any] = {}
-        for name, override in self.overrides.items():
+        for name, override in {**self.overrides, **self.of_model(model_preset)}.items():
+            if name not in type(fields).model_fields:
+                continue
             given = getattr(fields, name)
             if override.force or name not in fields.model_fields_set:
                 changes[name] = override.override
@@ -294,22 +374,64 @@ class SamplerPresets:
                 changes[name] = [*override.override, *given]
         return fields.model_copy(update=changes) if changes else fields
 
+    def _read(self, name: str, param: str) -> Overrides:
+        path = self._directory / f"{name}.yml"
+        source = f"The sampler preset {name!r}"
+        try:
+            content = read_mapping(path, source) if path.name == f"{name}.yml" and os.path.isfile(path) else None
+        except SettingsError as error:
+            raise InvalidRequest(str(error), param=param) from error
+        if content is None:
+            raise NotFound(f"There is no sampler preset {name!r}. Available: {', '.join(self.names())}.", param=param)
+        return _checked(content, source, param)
 
-def _checked(overrides: object, source: str) -> dict[str, Override]:
+
+def _checked(overrides: object, source: str, param: str) -> Overrides:
+    """Overrides under the fields' own names, with values of the right types; what is unknown is logged and left out."""
     if not isinstance(overrides, Mapping):
-        raise InvalidRequest(f"{source} must map parameters to overrides.", param="overrides")
+        raise InvalidRequest(f"{source} must map parameters to overrides.", param=param)
     checked: dict[str, Override] = {}
-    for name, entry in overrides.items():
-        if name not in SamplingFields.model_fields:
-            logger.warning("{}: there is no sampling parameter {!r}; it is ignored", source, name)
+    for given, entry in overrides.items():
+        name = _FIELD_OF_NAME.get(given)
+        if name is None:
+            nearest = did_you_mean(str(given), _FIELD_OF_NAME)
+            logger.warning("{}: there is no parameter {!r}; it is ignored.{}", source, given, nearest)
             continue
         try:
             override = Override.model_validate(entry)
             if override.override is None:
                 continue
-            value = getattr(SamplingFields.model_validate({name: override.override}), name)
+            value = getattr(PresetFields.model_validate({name: override.override}), name)
         except ValidationError as error:
-            problem = error.errors()[0]["msg"]
-            raise InvalidRequest(f"{source}: {name}: {problem}.", param=f"overrides.{name}") from error
-        checked[name] = override.model_copy(update={"override": value})
+            raise InvalidRequest(f"{source}: {given}: {_problem(error)}", param=param) from error
+        if name in checked:
+            raise InvalidRequest(f"{source}: {given} is another name of {name}, which is there too.", param=param)
+        if name == "n" and override.force:
+            logger.warning("{}: n decides how many answers a client has to expect, so it is not forced.", source)
+        checked[name] = override.model_copy(update={"override": value, "force": override.force and name != "n"})
+    _check_together(checked, source, param)
     return checked
+
+
+def _problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    if problem["type"] == "model_type":
+        return 'it must be an object such as {"override": 0.5, "force": true}.'
+    return f"{problem['msg'].removeprefix('Value error, ')}."
+
+
+def _check_together(overrides: Overrides, source: str, param: str) -> None:
+    """Refuse what would have every request refused that leaves these fields out."""
+    try:
+        PresetFields.model_validate({name: override.override for name, override in overrides.items()}).parameters()
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{source}: {error.message}", param=param) from error
+
+
+def _names(field: str) -> list[str]:
+    alias = PresetFields.model_fields[field].validation_alias
+    return [field, *(str(choice) for choice in alias.choices)] if isinstance(alias, AliasChoices) else [field]
+
+
+# Every name that a request may give a field under -> the field.
+_FIELD_OF_NAME: Mapping[str, str] = {name: field for field in PresetFields.model_fields for name in _names(field)}

@@ -17,6 +17,13 @@ from common.logger import request_id
 
 MAX_PROBLEMS_SHOWN = 3
 MAX_INPUT_SHOWN = 80
+# pydantic speaks of Python's types.
+_JSON_WORDS = {
+    "dict_type": "should be an object",
+    "list_type": "should be a list",
+    "model_attributes_type": "should be an object",
+    "model_type": "should be an object",
+}
 
 
 class ErrorObject(TypedDict):
@@ -49,6 +56,7 @@ def dump_json(value: object) -> str:
 
 
 def error_response(error: ServerError, render: RenderError) -> Response:
+    """A whole response, for an error that comes before anything was sent."""
     headers: dict[str, str] = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
@@ -73,8 +81,10 @@ def _from_http(error: HTTPException) -> ServerError:
     if error.status_code == HTTPStatus.NOT_FOUND:
         return NotFound("There is no such route. The API lives under /v1; /docs lists what there is.")
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        return MethodNotAllowed("The route does not take this HTTP method.")
-    return InvalidRequest(str(error.detail))
+        return MethodNotAllowed("The route does not take this HTTP method; the header Allow names those that it does.")
+    failure = (InvalidRequest if error.status_code < HTTPStatus.INTERNAL_SERVER_ERROR else ServerError)(error.detail)
+    failure.status = error.status_code
+    return failure
 
 
 def _from_validation(error: RequestValidationError) -> InvalidRequest:
@@ -88,6 +98,10 @@ def _from_validation(error: RequestValidationError) -> InvalidRequest:
         data = error.body if where == "body" else None
         path = ".".join(str(part) for part in _existing_path(location, data, item["type"] == "missing"))
         problems.setdefault(path, _problem(path, item["msg"], item["type"], item.get("input")))
+    # A union reports what each of its members finds wrong: the one that got furthest is the one that was meant.
+    problems = {
+        path: text for path, text in problems.items() if not any(other.startswith(f"{path}.") for other in problems)
+    }
     shown = list(problems.values())[:MAX_PROBLEMS_SHOWN]
     more = len(problems) - len(shown)
     message = "; ".join(shown) + (f"; and {more} more problems." if more else ".")
@@ -101,15 +115,18 @@ def _existing_path(location: Sequence[str | int], data: Any, missing: bool) -> l
         try:
             data = data[part]
         except (KeyError, IndexError, TypeError):
-            return [*path, part] if missing or not path else path
+            if not missing or part != location[-1]:
+                continue
         path.append(part)
-    return path
+    return path or list(location[:1])
 
 
 def _problem(path: str, text: str, kind: str, given: object) -> str:
     if kind == "missing":
         return f"{path} is missing"
-    text = text.removeprefix("Value error, ").removeprefix("Input ")
+    text = _JSON_WORDS.get(kind) or text.removeprefix("Value error, ").removeprefix("Input ")
+    if kind.endswith(("_parsing", "_from_float")):
+        text = text.partition(",")[0]  # why it is none, which what was given shows as well
     shown = json.dumps(given, ensure_ascii=False, default=str)
     if len(shown) > MAX_INPUT_SHOWN:
         shown = shown[:MAX_INPUT_SHOWN] + "…"

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 from loguru import logger
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -17,7 +26,16 @@ from common.generation import Event, Finish, GenerationRequest
 from endpoints.errors import RenderError, dump_json, to_server_error
 
 T = TypeVar("T")
-IndexedEvents: TypeAlias = AsyncIterable[tuple[int, Event]]  # of several answers, in the order in which they happen
+
+
+class Queued(NamedTuple):
+    """The first event of every answer: the engine has taken the prompt."""
+
+    prompt_tokens: int
+
+
+# Of several answers, in the order in which they happen.
+IndexedEvents: TypeAlias = AsyncIterable[tuple[int, Event | Queued]]
 
 # How long a stream's status line waits for the engine's verdict on the prompt. A refusal within it is a plain error
 # response, a later one is an error inside the stream.
@@ -38,6 +56,7 @@ class Answers:
         self._client = client
         self._requests = requests
         self._generations: list[Generation] = []
+        self._queued: list[Queued] = []
         self._events: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
         self._opening = asyncio.create_task(self._open())
         self._pumps: list[asyncio.Task[None]] = []
@@ -59,8 +78,10 @@ class Answers:
             self._opening.result()
         return bool(done)
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event | Queued]]:
         await self.accepted()
+        for index, queued in enumerate(self._queued):
+            yield index, queued
         self._pumps = [
             asyncio.create_task(self._pump(index, generation)) for index, generation in enumerate(self._generations)
         ]
@@ -94,7 +115,7 @@ class Answers:
         for request in self._requests:
             self._generations.append(await self._client.generate(request))
         for generation in self._generations:
-            await generation.accepted()
+            self._queued.append(Queued(await generation.accepted()))
 
     async def _pump(self, index: int, generation: Generation) -> None:
         try:
@@ -145,12 +166,14 @@ async def _disconnected(request: Request) -> None:
 
 
 class EventStream(EventSourceResponse):
-    """Server-sent events that always end with an error or what the API calls a finish, then with `[DONE]`.
+    """Server-sent events that always end with an error or what the API calls a finish, then with its terminator.
 
     Args:
         payloads: JSON texts, one for each event.
         render_error: the envelope for an error that `payloads` raises.
         ping: seconds between comments that keep the connection alive; 0 for none.
+        terminator: the last event; None for APIs that have none.
+        headers: beside those that a stream needs.
         cleanup: called when the stream has ended, for whatever reason, even if it never began.
     """
 
@@ -160,14 +183,18 @@ class EventStream(EventSourceResponse):
         *,
         render_error: RenderError,
         ping: int,
+        terminator: str | None = DONE,
+        headers: Mapping[str, str] | None = None,
         cleanup: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__(
             self._frames(payloads, render_error),
             ping=ping,
+            headers=headers,
             shutdown_grace_period=SHUTDOWN_GRACE_SECONDS,
             client_close_handler_callable=self._log_disconnect,
         )
+        self._terminator = terminator
         self._cleanup = cleanup
         self._complete = False
 
@@ -187,7 +214,8 @@ class EventStream(EventSourceResponse):
             logger.info("The stream ends with an error: {}", told.message)
             yield ServerSentEvent(dump_json(render_error(told)))
         self._complete = True
-        yield ServerSentEvent(DONE)
+        if self._terminator is not None:
+            yield ServerSentEvent(self._terminator)
 
     async def _log_disconnect(self, message: Message) -> None:
         # Many clients close the connection as soon as they read the terminator.
@@ -201,6 +229,8 @@ async def stream_answers(
     *,
     render_error: RenderError,
     ping: int,
+    terminator: str | None = DONE,
+    headers: Mapping[str, str] | None = None,
 ) -> EventStream:
     """A streaming response; the answers are closed when it ends.
 
@@ -212,7 +242,14 @@ async def stream_answers(
     except BaseException:
         await answers.close()
         raise
-    return EventStream(render(answers), render_error=render_error, ping=ping, cleanup=answers.close)
+    return EventStream(
+        render(answers),
+        render_error=render_error,
+        ping=ping,
+        terminator=terminator,
+        headers=headers,
+        cleanup=answers.close,
+    )
 
 
 async def start_early(payloads: AsyncGenerator[str]) -> AsyncGenerator[str]:

@@ -30,17 +30,26 @@ def test_nothing_given_is_neutral() -> None:
     [
         ("max_completion_tokens", "max_tokens", 5),
         ("max_length", "max_tokens", 5),
+        ("max_new_tokens", "max_tokens", 5),
+        ("n_predict", "max_tokens", 5),
         ("min_length", "min_tokens", 5),
         ("stop_sequence", "stop", ["x"]),
+        ("stopping_strings", "stop", ["x"]),
+        ("bad_words", "banned_strings", ["x"]),
+        ("add_special_tokens", "add_bos_token", False),
         ("custom_token_bans", "banned_tokens", [1]),
         ("allowed_token_ids", "allowed_tokens", [1]),
         ("rep_pen", "repetition_penalty", 1.5),
+        ("repeat_penalty", "repetition_penalty", 1.5),
+        ("repeat_last_n", "penalty_range", 5),
         ("repetition_range", "penalty_range", 5),
         ("repetition_penalty_range", "penalty_range", 5),
         ("rep_pen_range", "penalty_range", 5),
         ("dry_penalty_last_n", "dry_range", 5),
         ("ignore_eos", "ban_eos_token", True),
         ("typical_p", "typical", 0.5),
+        ("tfs_z", "tfs", 0.5),
+        ("nsigma", "top_n_sigma", 1.0),
         ("mirostat", "mirostat_mode", 2),
         ("dynatemp_low", "min_temp", 0.5),
         ("dynatemp_high", "max_temp", 2.0),
@@ -65,7 +74,8 @@ def test_names_that_clients_use(alias: str, name: str, value: object) -> None:
         ("logit_bias", {str(10**30): 1}), ("logit_bias", {"1": 1e39}), ("banned_tokens", "99999999999"),
         ("dry_sequence_breakers", "[" * 100_000),
         ("min_tokens", -1), ("logit_bias", {"x": 1}), ("logit_bias", {"1": float("nan")}), ("banned_tokens", [-1]),
-        ("dry_sequence_breakers", "a, b"), ("stop", [1.5]), ("stop", [True]), ("top_logprobs", 21),
+        ("dry_sequence_breakers", "[a"), ("stop", [1.5]), ("stop", [True]), ("top_logprobs", 21),
+        ("seed", 2**63), ("seed", "x"), ("logit_bias", [[1]]), ("logit_bias", [["Hello", -1]]), ("banned_strings", 5),
     ],
 )  # fmt: skip
 def test_values_out_of_range(name: str, bad: object) -> None:
@@ -80,10 +90,32 @@ def test_lists_in_a_string() -> None:
     assert given.dry_sequence_breakers == ["\n", ":"]
     assert given.stop_strings == ["END"]
     assert fields(dry_sequence_breakers='["a"]').dry_sequence_breakers == ["a"]
+    assert fields(dry_sequence_breakers="a, :").dry_sequence_breakers == ["a", ":"]
+    assert fields(dry_sequence_breakers="").dry_sequence_breakers == []
 
 
-def test_an_empty_stop_string_would_stop_at_once_and_is_dropped() -> None:
-    assert fields(stop=["", "x"]).stop_strings == ["x"]
+@pytest.mark.parametrize("name", ["stop", "banned_strings"])
+def test_an_empty_string_stands_everywhere_and_is_dropped(name: str) -> None:
+    assert getattr(fields(**{name: ["", "x"]}), name) == ["x"]
+    assert getattr(fields(**{name: ""}), name) == []
+
+
+def test_forms_of_a_logit_bias() -> None:
+    assert fields(logit_bias={"5": -100, "6": None}).logit_bias == {5: -100.0}
+    assert fields(logit_bias=[[5, 1.5], [6, False], [7, None]]).logit_bias == {5: 1.5, 6: -1000.0}
+
+
+def test_any_seed_is_no_seed() -> None:
+    assert [fields(seed=seed).seed for seed in (-1, None, 0, -2)] == [None, None, 0, -2]
+
+
+def test_the_newer_of_openais_names_counts() -> None:
+    assert fields(max_tokens=5, max_completion_tokens=7).max_tokens == 7
+    assert fields(max_tokens=5, max_completion_tokens=None).max_tokens == 5
+
+
+def test_adaptive_p_is_off_below_zero() -> None:
+    assert fields(adaptive_target=-0.01).parameters() == SamplingParameters()
 
 
 @pytest.mark.parametrize(("least", "most", "allowed"), [(5, 4, False), (5, 5, True), (5, 0, True), (5, -1, True)])
@@ -97,8 +129,21 @@ def test_min_tokens_against_max_tokens(least: int, most: int, allowed: bool) -> 
 
 
 def test_samplers_that_do_not_exist_are_named() -> None:
-    assert fields(tfs=1, typical=1, min_temp=0.5, max_temp=0.5).without_effect() == []
-    assert fields(tfs=0.5, mirostat=2, min_temp=0.5).without_effect() == ["tfs", "mirostat_mode", "dynatemp"]
+    assert fields(tfs=0.5, mirostat=2, min_temp=0.5).without_effect() == [
+        "tfs",
+        "mirostat_mode",
+        "min_temp",
+        "max_temp",
+    ]
+    assert fields(dynatemp_range=0.5, nsigma=1).without_effect() == ["dynatemp_range", "top_n_sigma"]
+
+
+@pytest.mark.parametrize("neutral", [
+    {"tfs": 1, "typical": 1, "min_temp": 0.5, "max_temp": 0.5}, {"tfs": 0, "typical_p": 0, "nsigma": 0, "num_beams": 0},
+    {"mirostat_tau": 5, "mirostat_eta": 0.1}, {"smoothing_factor": 0, "guidance_scale": 1, "use_beam_search": False},
+])  # fmt: skip
+def test_samplers_that_are_off_are_not(neutral: dict[str, object]) -> None:
+    assert fields(**neutral).without_effect() == []
 
 
 def test_a_preset_gives_defaults(tmp_path: Path) -> None:

@@ -355,6 +355,7 @@ def test_the_list_above_is_complete(read: Read) -> None:
         "log_console",
         "log_file",
         "log_json",
+        "max_body_mb",
         "reasoning_mode",
         "recurrent_checkpoint_interval",
         "recurrent_checkpoint_interval_pp",

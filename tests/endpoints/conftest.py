@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from common.generation import SampledLogprob, TextDelta, TokenLogprob
 from tests.endpoints.running import RunningServer, running_server
 from tests.scripted import ScriptedEngine
 from tests.scripted_worker import Play, Script
@@ -17,7 +18,21 @@ PLAYS = [
     Play(when="BUSY", busy=2.5),
     Play(when="PREFILL", prefill=[(index, 100) for index in range(100)], delay=0.1),
     Play(when="FAIL", chunks=["half", "way"], fail_after=1),
-]
+    Play(when="RANK", chunks=["poor"], logprob=-3.0, then=[
+        Play(chunks=["good"], logprob=-1.0), Play(chunks=["fair"], logprob=-2.0), Play(chunks=["best"], logprob=-0.25),
+    ]),
+    Play(when="HELD", deltas=[
+        TextDelta("a", [1], [SampledLogprob(1, "a", b"a", -0.5)]),
+        TextDelta("", [2], [SampledLogprob(2, "\ufffd", b"\xc3", -1.0, [TokenLogprob(9, "\ufffd", b"\xc4", -1.5)])]),
+        TextDelta("é!", [3, 4], [SampledLogprob(3, "\ufffd", b"\xa9", -2.0), SampledLogprob(4, "!", b"!", -0.125)]),
+    ]),
+    Play(when="EMPTY", chunks=[]),
+    Play(when="STOP", chunks=["one ", "two"], stop_sequence="###"),
+    Play(when="NAME IT", chunks=['{ "title": ', '"A walk" }']),
+    Play(when="TAG IT", chunks=['```json\n{ "tags": ["walk"] }', "\n```"]),
+    Play(when="GO ON", chunks=['{ "follow_ups": ["Where?"] }']),
+    Play(when="PROGRESS", prefill=[(256, 600), (600, 600)], cached_tokens=128, draft_tokens=(7, 2)),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

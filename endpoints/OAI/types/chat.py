@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, Field
 
 from common.sampling import RequestModel
-from endpoints.OAI.types.common import LEFT_OUT_IF_NONE, Choice, Envelope, GenerationFields, Usage
+from endpoints.OAI.types.common import (
+    LEFT_OUT_IF_NONE,
+    Choice,
+    Envelope,
+    GenerationFields,
+    PromptLogprobs,
+    PromptProgress,
+    Usage,
+)
 from endpoints.OAI.types.message import ChatMessage
 
 
@@ -71,6 +79,7 @@ class ChatCompletion(Envelope):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = LEFT_OUT_IF_NONE
 
 
 class Delta(BaseModel):
@@ -87,3 +96,4 @@ class ChatCompletionChunk(Envelope):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChunkChoice]
     usage: Usage | None = LEFT_OUT_IF_NONE
+    prompt_progress: PromptProgress | None = LEFT_OUT_IF_NONE

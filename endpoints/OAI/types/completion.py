@@ -6,8 +6,16 @@ from typing import Annotated, Literal, TypeAlias, TypeGuard
 
 from pydantic import BaseModel, Field, PlainValidator
 
-from common.sampling import is_token_id
-from endpoints.OAI.types.common import LEFT_OUT_IF_NONE, Choice, Envelope, GenerationFields, Usage
+from common.sampling import MAX_ANSWERS, is_token_id
+from endpoints.OAI.types.common import (
+    LEFT_OUT_IF_NONE,
+    Choice,
+    Envelope,
+    GenerationFields,
+    PromptLogprobs,
+    PromptProgress,
+    Usage,
+)
 
 Prompt: TypeAlias = str | list[int]  # text, or token ids
 
@@ -40,23 +48,47 @@ Prompts: TypeAlias = Annotated[
 
 class CompletionRequest(GenerationFields):
     prompt: Prompts
-    echo: bool = False
-    suffix: str | None = None
-    best_of: int | None = Field(None, description="Only the same as n.")
+    suffix: str | None = Field(None, description="What follows the answer, for models that can fill in the middle.")
+    best_of: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = Field(
+        None, description="How many answers to generate; the n most likely are returned."
+    )
+
+    @property
+    def per_prompt(self) -> int:
+        """Answers to generate for each prompt."""
+        return self.n if self.best_of is None else self.best_of
 
 
 class CompletionLogprobs(BaseModel):
-    """Parallel lists, one item for each token. `text_offset` counts characters from the start of the answer."""
+    """Parallel lists, one item for each token; nulls for a first token of the prompt, which nothing stands before.
 
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
+    Attributes:
+        tokens: text; one that is no complete character as OpenAI writes it, `bytes:\\xc3`.
+        text_offset: characters from the start of the text, over all pieces of a stream, to where the token begins.
+    """
+
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
+
+    def add(self, token: str, logprob: float | None, top: dict[str, float] | None, offset: int) -> None:
+        self.tokens.append(token)
+        self.token_logprobs.append(logprob)
+        self.top_logprobs.append(top)
+        self.text_offset.append(offset)
+
+    def extend(self, other: CompletionLogprobs) -> None:
+        self.tokens += other.tokens
+        self.token_logprobs += other.token_logprobs
+        self.top_logprobs += other.top_logprobs
+        self.text_offset += other.text_offset
 
 
 class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = LEFT_OUT_IF_NONE
 
 
 class Completion(Envelope):
@@ -65,3 +97,4 @@ class Completion(Envelope):
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
     usage: Usage | None = LEFT_OUT_IF_NONE
+    prompt_progress: PromptProgress | None = LEFT_OUT_IF_NONE

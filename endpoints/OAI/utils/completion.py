@@ -1,111 +1,131 @@
-"""Text completions: request -> generation requests, events -> chunks or one response."""
+"""Text completions: request -> generation requests, events -> pieces of answers."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
-from common.errors import Unsupported
-from common.generation import Finish, GenerationRequest, Prefill, SampledLogprob, TextDelta
-from endpoints.OAI.types.common import Envelope
-from endpoints.OAI.types.completion import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from endpoints.OAI.utils.generation import collect, generation_requests, total_usage
-from endpoints.streaming import IndexedEvents
+from backends.messages import ControlToken
+from common.errors import InvalidRequest
+from common.fim import fim_prompt
+from common.generation import Constraint, Echo, Event, Finish, GenerationRequest, TextDelta
+from endpoints.OAI.types.common import Envelope, PromptProgress, Usage
+from endpoints.OAI.types.completion import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Prompt
+from endpoints.OAI.utils.generation import Codec, generation_requests, how_it_ended, most_logprobs
+from endpoints.OAI.utils.logprobs import LogprobLists, prompt_entries
 
 
-def completion_generation_requests(body: CompletionRequest) -> list[GenerationRequest]:
-    """`n` requests for each prompt, in order. Raises `InvalidRequest` for what cannot be served as it is."""
-    _refuse_unsupported(body)
+def completion_generation_requests(
+    body: CompletionRequest, constraints: Sequence[Constraint] = (), control_tokens: Sequence[ControlToken] = ()
+) -> list[GenerationRequest]:
+    """The requests for each prompt, in order. Raises `InvalidRequest` for what cannot be served as it is."""
+    _check(body)
+    logprobs = most_logprobs(_logprobs(body), body.prompt_logprobs)
+    if logprobs is None and body.per_prompt > body.n:
+        logprobs = 0  # to rank the answers by
+    # Evaluation tools ask so for nothing but the log-probabilities of a prompt. Without echo, 0 is no limit.
+    prompt_only = body.echo and body.max_tokens == 0 and "max_tokens" in body.model_fields_set
     return [
         request
         for prompt in body.prompt
-        for request in generation_requests(prompt, body, logprobs=_logprobs(body), add_bos=body.add_bos_token)
+        for request in generation_requests(
+            _with_suffix(prompt, body.suffix, control_tokens),
+            body,
+            count=body.per_prompt,
+            logprobs=logprobs,
+            constraints=constraints,
+            add_bos=body.add_bos_token,
+            echo=body.echo or body.prompt_logprobs is not None,
+            prompt_only=prompt_only,
+        )
     ]
 
 
-def _refuse_unsupported(body: CompletionRequest) -> None:
-    if body.echo:
-        raise Unsupported("echo is not available here; leave it out.", param="echo")
-    if body.suffix:
-        raise Unsupported("suffix is not available here; leave it out.", param="suffix")
-    if body.best_of is not None and body.best_of != body.n:
-        raise Unsupported(f"best_of ({body.best_of}) must be n ({body.n}): answers are not ranked.", param="best_of")
+def _check(body: CompletionRequest) -> None:
+    if body.per_prompt < body.n:
+        raise InvalidRequest(f"best_of ({body.best_of}) must not be smaller than n ({body.n}).", param="best_of")
+    if body.stream and body.per_prompt > body.n:
+        raise InvalidRequest(
+            f"best_of ({body.best_of}) larger than n ({body.n}) cannot be streamed: answers are ranked at their end.",
+            param="best_of",
+        )
+    if body.suffix and body.echo:
+        raise InvalidRequest("echo cannot be combined with suffix.", param="echo")
+
+
+def _with_suffix(prompt: Prompt, suffix: str | None, control_tokens: Sequence[ControlToken]) -> Prompt:
+    if not suffix:
+        return prompt
+    if not isinstance(prompt, str):
+        raise InvalidRequest("suffix needs a prompt that is text, not token ids.", param="suffix")
+    return fim_prompt(prompt, suffix, control_tokens)
 
 
 def _logprobs(body: CompletionRequest) -> int | None:
     """How many alternatives to report for each token; None for no log-probabilities. 0 counts as a number here."""
     if body.logprobs is None or body.logprobs is False:
-        return None
+        return body.n_probs or None
     return body.top_logprobs or (0 if body.logprobs is True else body.logprobs)
 
 
-class CompletionCodec:
-    """Renders the answers to one text completion.
+class CompletionCodec(Codec[CompletionChoice, Completion, Completion]):
+    """Renders the answers to one text completion."""
 
-    Args:
-        n: answers to each prompt.
-        prompts: how many prompts there are.
-    """
+    def __init__(self, envelope: Envelope, body: CompletionRequest) -> None:
+        super().__init__(envelope, body, body.per_prompt)
+        self._n = body.n
+        self._echo = body.echo
+        self._prompt_logprobs = body.prompt_logprobs
+        logprobs = _logprobs(body)
+        self._with_logprobs = logprobs is not None
+        self._lists: defaultdict[int, LogprobLists] = defaultdict(lambda: LogprobLists(logprobs or 0))
+        self._sampled: defaultdict[int, list[float]] = defaultdict(list)  # log-probabilities of an answer's tokens
 
-    def __init__(self, envelope: Envelope, n: int, prompts: int, *, include_usage: bool) -> None:
-        self._head = envelope.model_dump()
-        self._n = n
-        self._answers = n * prompts
-        self._include_usage = include_usage
+    def pieces(self, index: int, event: Event) -> Iterator[CompletionChoice]:
+        if isinstance(event, Finish):
+            yield CompletionChoice(index=index, text="", **how_it_ended(event))
+        elif isinstance(event, Echo):
+            yield CompletionChoice(
+                index=index,
+                text=event.text if self._echo else "",
+                logprobs=self._lists[index].prompt(event) if self._echo and self._with_logprobs else None,
+                prompt_logprobs=None if self._prompt_logprobs is None else prompt_entries(event, self._prompt_logprobs),
+            )
+        elif isinstance(event, TextDelta):
+            self._sampled[index] += [entry.logprob for entry in event.logprobs]
+            logprobs = self._lists[index].answer(event) if self._with_logprobs else None
+            if event.text or logprobs:
+                yield CompletionChoice(index=index, text=event.text, logprobs=logprobs)
 
-    async def stream(self, answers: IndexedEvents) -> AsyncIterator[str]:
-        offsets = [0] * self._answers  # characters of the answers that have been sent
-        finishes: dict[int, Finish] = {}
-        async for index, event in answers:
-            if isinstance(event, Prefill):
-                continue
-            if isinstance(event, Finish):
-                finishes[index] = event
-                yield self._chunk(_final_choice(index, "", None, event))
-            elif isinstance(event, TextDelta) and (event.text or event.logprobs):
-                logprobs = _render(event.logprobs, offsets[index])
-                offsets[index] += len(event.text)
-                yield self._chunk(CompletionChoice(index=index, text=event.text, logprobs=logprobs))
-        if self._include_usage:
-            usage = total_usage(finishes, self._n)
-            yield Completion(**self._head, choices=[], usage=usage).model_dump_json()
+    def chunk(
+        self, choices: list[CompletionChoice], *, usage: Usage | None = None, progress: PromptProgress | None = None
+    ) -> Completion:
+        return Completion(**self._head, choices=choices, usage=usage, prompt_progress=progress)
 
-    async def collect(self, answers: IndexedEvents) -> Completion:
-        texts, logprobs, finishes = await collect(answers, self._answers)
-        choices = [
-            _final_choice(index, texts[index], _render(logprobs[index], 0), finishes[index])
-            for index in range(self._answers)
-        ]
-        return Completion(**self._head, choices=choices, usage=total_usage(finishes, self._n))
+    def whole(self, answers: Sequence[Sequence[CompletionChoice]], usage: Usage) -> Completion:
+        kept = [index for first in range(0, len(answers), self._per_prompt) for index in self._best(first)]
+        choices = [self._joined(place, answers[index]) for place, index in enumerate(kept)]
+        return Completion(**self._head, choices=choices, usage=usage)
 
-    def _chunk(self, choice: CompletionChoice) -> str:
-        return Completion(**self._head, choices=[choice]).model_dump_json()
+    def _joined(self, index: int, pieces: Sequence[CompletionChoice]) -> CompletionChoice:
+        logprobs = CompletionLogprobs() if self._with_logprobs else None
+        for piece in pieces:
+            if logprobs is not None and piece.logprobs is not None:
+                logprobs.extend(piece.logprobs)
+        text = "".join(piece.text for piece in pieces)
+        prompt_logprobs = pieces[0].prompt_logprobs
+        return pieces[-1].model_copy(
+            update={"index": index, "text": text, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        )
 
+    def _best(self, first: int) -> list[int]:
+        """Of the answers to a prompt, of which the first is given, the n most likely, best first."""
+        indices = range(first, first + self._per_prompt)
+        if self._n == self._per_prompt:
+            return list(indices)
+        return sorted(indices, key=self._mean_logprob, reverse=True)[: self._n]
 
-def _final_choice(index: int, text: str, logprobs: CompletionLogprobs | None, finish: Finish) -> CompletionChoice:
-    return CompletionChoice(
-        index=index,
-        text=text,
-        logprobs=logprobs,
-        finish_reason=finish.reason,
-        eos_reason=finish.eos_reason,
-        stop_str=finish.stop_sequence,
-    )
-
-
-def _render(logprobs: Sequence[SampledLogprob], offset: int) -> CompletionLogprobs | None:
-    """The lists for some tokens, of which the first stands `offset` characters from the start of the answer."""
-    if not logprobs:
-        return None
-    offsets = []
-    for entry in logprobs:
-        offsets.append(offset)
-        offset += len(entry.token)
-    return CompletionLogprobs(
-        tokens=[entry.token for entry in logprobs],
-        token_logprobs=[entry.logprob for entry in logprobs],
-        # As at OpenAI, the sampled token is there even when it is not among the most likely.
-        top_logprobs=[
-            {entry.token: entry.logprob} | {other.token: other.logprob for other in entry.top} for entry in logprobs
-        ],
-        text_offset=offsets,
-    )
+    def _mean_logprob(self, index: int) -> float:
+        sampled = self._sampled[index]
+        return sum(sampled) / len(sampled) if sampled else -math.inf

@@ -1,129 +1,249 @@
-"""What both generating routes share: fields -> generation requests, finished answers -> usage."""
+"""What both generating routes share: fields -> generation requests, pieces of answers -> chunks or a whole response."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from hashlib import blake2s
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
-from fastapi import Request
+from fastapi import Request, Response
 from loguru import logger
 from pydantic import BaseModel
 
 from backends.client import EngineClient
 from backends.messages import ModelInfo
+from common import generation
 from common.errors import Unsupported
-from common.generation import Finish, GenerationRequest, SampledLogprob, TextDelta, TextSpan
+from common.generation import Constraint, Event, Finish, GenerationRequest, Prefill, TextDelta, TextSpan
 from endpoints.errors import openai_error
-from endpoints.OAI.types.common import Envelope, GenerationFields, PromptTokensDetails, Usage
+from endpoints.OAI.types.common import (
+    Choice,
+    CompletionTokensDetails,
+    Envelope,
+    GenerationFields,
+    PromptProgress,
+    PromptTokensDetails,
+    Usage,
+)
 from endpoints.request_log import record_generations
 from endpoints.state import ServerState
-from endpoints.streaming import Answers, EventStream, IndexedEvents, stream_answers, unless_disconnected
+from endpoints.streaming import (
+    DONE,
+    Answers,
+    EventStream,
+    IndexedEvents,
+    Queued,
+    stream_answers,
+    unless_disconnected,
+)
 
-R = TypeVar("R", bound=BaseModel, covariant=True)
+P = TypeVar("P", bound=Choice)
+R = TypeVar("R", bound=BaseModel)
+C = TypeVar("C", bound=BaseModel)
+T = TypeVar("T")
+
+T_co = TypeVar("T_co", covariant=True)
+
+# Names the samplers that a request turns on and the engine lacks.
+IGNORED_HEADER: Final = "X-Ignored-Parameters"
 
 
-class Codec(Protocol[R]):
-    """Renders the answers to one request as its API wants them."""
+class Renderer(Protocol[T_co]):
+    """What renders the answers to one request, for any API."""
 
     def stream(self, answers: IndexedEvents) -> AsyncIterator[str]:
         """One JSON text for each server-sent event, the terminator left out."""
 
-    async def collect(self, answers: IndexedEvents) -> R: ...
+    async def collect(self, answers: IndexedEvents) -> T_co:
+        """The whole response."""
 
 
 async def respond(
     request: Request,
+    response: Response,
     state: ServerState,
     client: EngineClient,
     generations: Sequence[GenerationRequest],
-    codec: Codec[R],
+    codec: Renderer[T],
+    fields: GenerationFields,
     *,
-    stream: bool,
-) -> R | EventStream:
-    """Generate, and give up when the client goes away."""
+    ping: int | None = None,
+    terminator: str | None = DONE,
+) -> T | EventStream:
+    """Generate, and give up when the client goes away.
+
+    Args:
+        response: gets the headers of an answer that is not streamed.
+        ping: seconds between the comments of a stream, where the request says; none for 0 and below.
+        terminator: of a stream, as the API has it.
+    """
+    headers: dict[str, str] = {}
+    if ignored := ", ".join(fields.without_effect()):
+        logger.info("The engine has no sampler for {}; the request goes on without", ignored)
+        headers[IGNORED_HEADER] = ignored
     await record_generations(request, state.settings.logging, generations)
     answers = Answers(client, generations)
-    if stream and not state.settings.developer.disable_request_streaming:
-        ping = state.settings.network.sse_ping_interval
-        return await stream_answers(answers, codec.stream, render_error=openai_error, ping=ping)
+    if fields.stream and not state.settings.developer.disable_request_streaming:
+        return await stream_answers(
+            answers,
+            codec.stream,
+            render_error=openai_error,
+            ping=state.settings.network.sse_ping_interval if ping is None else max(0, ping),
+            terminator=terminator,
+            headers=headers,
+        )
+    response.headers.update(headers)
     async with answers:
         return await unless_disconnected(request, codec.collect(answers))
+
+
+# --- requests -----------------------------------------------------------------------------------------------------
 
 
 def generation_requests(
     prompt: str | list[int],
     fields: GenerationFields,
     *,
+    count: int,
     logprobs: int | None,
+    constraints: Sequence[Constraint] = (),
     add_bos: bool | None = None,
     literals: Sequence[TextSpan] = (),
     stop_strings: Sequence[str] = (),
+    echo: bool = False,
+    prompt_only: bool = False,
 ) -> list[GenerationRequest]:
-    """`n` requests for one prompt. With a seed each gets one of its own, else all answers would be the same.
+    """`count` requests for one prompt. With a seed each gets one of its own, else all answers would be the same.
+
+    Args:
+        stop_strings: those of the template, beside the request's own.
 
     Raises:
-        InvalidRequest: fields contradict each other, or ask for output that cannot be constrained so.
+        InvalidRequest: fields contradict each other, or ask for what only other servers have.
     """
-    _refuse_constraints(fields)
-    if ignored := fields.without_effect():
-        logger.info("The engine has no sampler for {}; the request goes on without", ", ".join(ignored))
+    _refuse_unsupported(fields)
     request = GenerationRequest(
         prompt=prompt,
         sampling=fields.parameters(),
         add_bos=add_bos,
         literals=list(literals),
         stop_strings=[*fields.stop_strings, *stop_strings],
-        stop_tokens=fields.stop_tokens,
+        stop_tokens=[*fields.stop_tokens, *fields.stop_token_ids],
         max_tokens=max(0, fields.max_tokens),
         min_tokens=fields.min_tokens,
         seed=fields.seed,
         banned_strings=fields.banned_strings,
         token_healing=fields.token_healing,
         logprobs=logprobs,
+        constraints=list(constraints),
+        echo=echo,
+        prompt_only=prompt_only,
     )
     if fields.seed is None:
-        return [request] * fields.n
-    return [msgspec.structs.replace(request, seed=fields.seed + index) for index in range(fields.n)]
+        return [request] * count
+    return [msgspec.structs.replace(request, seed=fields.seed + index) for index in range(count)]
 
 
-def _refuse_constraints(fields: GenerationFields) -> None:
-    if fields.response_format.type != "text":
-        _refuse("response_format.type", repr(fields.response_format.type))
-    for name in ("json_schema", "regex_pattern", "grammar_string"):
-        if getattr(fields, name):
-            _refuse(name, "set")
+def _refuse_unsupported(fields: GenerationFields) -> None:
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise Unsupported("prompt_logprobs cannot be streamed.", param="prompt_logprobs")
+    if other := [name for name in fields.modalities if name != "text"]:
+        raise Unsupported(f"modalities may hold text only; there is no {other[0]!r} here.", param="modalities")
 
 
-def _refuse(param: str, value: str) -> None:
-    raise Unsupported(
-        f"{param} is {value}, but output cannot be constrained yet, and an answer that only looks as if it were would "
-        "help nobody. Leave the field out.",
-        param=param,
+def most_logprobs(answer: int | None, prompt: int | None) -> int | None:
+    """The one number that the engine is asked for, where answer and prompt want different ones."""
+    return max((number for number in (answer, prompt) if number is not None), default=None)
+
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+
+class Codec(ABC, Generic[P, R, C]):
+    """Renders the answers to one request. A whole answer is put together from the pieces that a stream would send.
+
+    Its types are a piece of an answer, a whole response, and a chunk of a stream.
+
+    Args:
+        envelope: what every response begins with.
+        fields: of the request.
+        per_prompt: answers that are generated for each prompt; those of a prompt follow each other.
+    """
+
+    def __init__(self, envelope: Envelope, fields: GenerationFields, per_prompt: int) -> None:
+        self._head: dict[str, Any] = envelope.model_dump()
+        self._fields = fields
+        self._per_prompt = per_prompt
+        self._tally = Tally(per_prompt)
+
+    @abstractmethod
+    def pieces(self, index: int, event: Event) -> Iterator[P]:
+        """What an event adds to its answer. Called for the events of an answer in their order; never for a Prefill."""
+
+    @abstractmethod
+    def chunk(self, choices: list[P], *, usage: Usage | None = None, progress: PromptProgress | None = None) -> C:
+        """A piece of a stream."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Sequence[P]], usage: Usage) -> R:
+        """The response to a request that is not streamed.
+
+        Args:
+            answers: by index, the pieces of each.
+        """
+
+    async def stream(self, answers: IndexedEvents) -> AsyncIterator[str]:
+        """One JSON text for each server-sent event, the terminator left out."""
+        options = self._fields.stream_options
+        started = time.monotonic()
+        async for index, event in self._counted(answers):
+            if not isinstance(event, Prefill):
+                for piece in self.pieces(index, event):
+                    usage = self._tally.usage_of(index) if options.usage_so_far else None
+                    yield self.chunk([piece], usage=usage).model_dump_json()
+            elif self._fields.shows_progress:
+                yield self.chunk([], progress=_progress(index, event, time.monotonic() - started)).model_dump_json()
+        if options.include_usage:
+            yield self.chunk([], usage=self._tally.usage()).model_dump_json()
+
+    async def collect(self, answers: IndexedEvents) -> R:
+        pieces: dict[int, list[P]] = {}
+        async for index, event in self._counted(answers):
+            if not isinstance(event, Prefill):
+                pieces.setdefault(index, []).extend(self.pieces(index, event))
+        return self.whole([pieces[index] for index in sorted(pieces)], self._tally.usage())
+
+    async def _counted(self, answers: IndexedEvents) -> AsyncIterator[tuple[int, Event]]:
+        async for index, event in answers:
+            self._tally.count(index, event)
+            if isinstance(event, Queued):
+                continue
+            if self._fields.include_stop_str_in_output and isinstance(event, Finish):
+                yield index, TextDelta(event.stop_sequence or "" if event.eos_reason == "stop_string" else "")
+            yield index, event
+
+
+def how_it_ended(finish: Finish) -> dict[str, Any]:
+    """The members of a `Choice` that say so."""
+    return {
+        "finish_reason": finish.reason,
+        "eos_reason": finish.eos_reason,
+        "stop_str": finish.stop_sequence,
+    }
+
+
+def _progress(index: int, event: Prefill, seconds: float) -> PromptProgress:
+    return PromptProgress(
+        index=index,
+        total=event.total_tokens,
+        cache=event.cached_tokens,
+        processed=event.done_tokens,
+        time_ms=round(seconds * 1000),
     )
-
-
-class WholeAnswers(NamedTuple):
-    """All answers to a request, by index."""
-
-    texts: list[str]
-    logprobs: list[list[SampledLogprob]]
-    finishes: dict[int, Finish]
-
-
-async def collect(answers: IndexedEvents, count: int) -> WholeAnswers:
-    """Wait for the end of `count` answers."""
-    whole = WholeAnswers([""] * count, [[] for _ in range(count)], {})
-    async for index, event in answers:
-        if isinstance(event, TextDelta):
-            whole.texts[index] += event.text
-            whole.logprobs[index] += event.logprobs
-        elif isinstance(event, Finish):
-            whole.finishes[index] = event
-    return whole
 
 
 def new_envelope(prefix: str, info: ModelInfo) -> Envelope:
@@ -137,14 +257,41 @@ def new_envelope(prefix: str, info: ModelInfo) -> Envelope:
     )
 
 
-def total_usage(finishes: Mapping[int, Finish], n: int) -> Usage:
-    """Usage of a request whose answers have all finished.
+# --- usage --------------------------------------------------------------------------------------------------------
+
+
+class Tally:
+    """What the answers to a request have used so far."""
+
+    def __init__(self, per_prompt: int) -> None:
+        self._per_prompt = per_prompt
+        self._usages: dict[int, generation.Usage] = {}
+
+    def count(self, index: int, event: Event | Queued) -> None:
+        if isinstance(event, Queued):
+            self._usages[index] = generation.Usage(prompt_tokens=event.prompt_tokens, completion_tokens=0)
+        elif isinstance(event, Finish):
+            self._usages[index] = event.usage
+        elif isinstance(event, TextDelta):
+            so_far = self._usages[index]
+            completion_tokens = so_far.completion_tokens + len(event.token_ids)
+            self._usages[index] = msgspec.structs.replace(so_far, completion_tokens=completion_tokens)
+
+    def usage_of(self, index: int) -> Usage:
+        return total_usage({0: self._usages[index]}, 1)
+
+    def usage(self) -> Usage:
+        return total_usage(self._usages, self._per_prompt)
+
+
+def total_usage(usages: Mapping[int, generation.Usage], per_prompt: int) -> Usage:
+    """The usage of a request from that of its answers.
 
     Args:
-        finishes: by index of the answer, `n` in a row for each prompt. A prompt counts once.
+        usages: by index of the answer, `per_prompt` in a row for each prompt. A prompt counts once.
     """
-    answers = [finish.usage for finish in finishes.values()]
-    prompts = [finishes[index].usage for index in range(0, len(finishes), n)]
+    answers = usages.values()
+    prompts = [usages[index] for index in range(0, len(usages), per_prompt)]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     cached_tokens = sum(usage.cached_tokens for usage in prompts)
     completion_tokens = sum(usage.completion_tokens for usage in answers)
@@ -155,6 +302,11 @@ def total_usage(finishes: Mapping[int, Finish], n: int) -> Usage:
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(
+            accepted_prediction_tokens=sum(usage.accepted_draft_tokens for usage in answers),
+            rejected_prediction_tokens=sum(usage.rejected_draft_tokens for usage in answers),
+        ),
+        queue_time=round(max(usage.queue_seconds for usage in answers), 4),
         prompt_time=round(prompt_time, 4),
         prompt_tokens_per_sec=_rate(prompt_tokens - cached_tokens, prompt_time),
         completion_time=round(completion_time, 4),

@@ -9,6 +9,9 @@ from openai import APIError, BadRequestError
 
 from tests.endpoints.running import RunningServer
 
+PIXEL = (  # the smallest GIF
+    "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"
+)
 HI = {"messages": [{"role": "user", "content": "COUNT"}]}
 
 
@@ -148,8 +151,9 @@ def test_stop_takes_a_string_or_strings_and_token_ids(server: RunningServer) -> 
     chat(server, HI | {"stop": "x"})
     chat(server, HI | {"stop": ["y", 5]})
     first, second = server.engine.history()[-2:]
-    assert (first.stop_strings, first.stop_tokens) == (["x"], [])
-    assert (second.stop_strings, second.stop_tokens) == (["y"], [5])
+    of_template = ["<|im_end|>", "<|im_start|>"]
+    assert (first.stop_strings, first.stop_tokens) == (["x", *of_template], [])
+    assert (second.stop_strings, second.stop_tokens) == (["y", *of_template], [5])
 
 
 def test_messages_keep_their_place_and_developer_becomes_system(server: RunningServer) -> None:
@@ -163,14 +167,14 @@ def test_messages_keep_their_place_and_developer_becomes_system(server: RunningS
 
 
 def test_content_parts_are_one_text(server: RunningServer) -> None:
-    parts = [{"type": "text", "text": "a"}, {"text": "b"}, {"type": "text"}]
+    parts = [{"type": "text", "text": "a"}, {"text": "b"}, {"type": "text", "text": ""}]
     chat(server, {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": None}]})
     assert "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n<|im_end|>" in str(
         server.engine.history()[-1].prompt
     )
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1/x.png", {"url": "data:image/png;base64,AAAA"}])
+@pytest.mark.parametrize("url", [PIXEL, {"url": PIXEL}])
 def test_images_are_refused_with_the_reason(server: RunningServer, url: object) -> None:
     part = {"type": "image_url", "image_url": url}
     response = server.http.post(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
@@ -19,51 +19,56 @@ from endpoints.OAI.utils.chat import ChatCodec, chat_generation_requests
 from endpoints.OAI.utils.completion import CompletionCodec, completion_generation_requests
 from endpoints.OAI.utils.generation import total_usage
 from endpoints.OAI.utils.prompt import PromptWriter
+from endpoints.streaming import Queued
 
 ENVELOPE = Envelope(id="id", created=1, model="m", system_fingerprint="fp")
-E_ACUTE = "é".encode()
-TOP = [TokenLogprob(8, "e", b"e", -0.25), TokenLogprob(7, "é", E_ACUTE, -0.5)]
-EVENTS: list[Event] = [
+USAGE = Usage(
+    prompt_tokens=10,
+    completion_tokens=2,
+    cached_tokens=4,
+    queue_seconds=0.125,
+    prompt_seconds=0.5,
+    completion_seconds=0.25,
+)
+TOP = [TokenLogprob(8, "e", b"e", -0.25), TokenLogprob(7, "é", "é".encode(), -0.5)]
+EVENTS: list[Event | Queued] = [
+    Queued(10),
     Prefill(done_tokens=5, total_tokens=10),
-    TextDelta(
-        "é",
-        [7],
-        [
-            SampledLogprob(
-                7, "é", E_ACUTE, -0.5, [TokenLogprob(8, "e", b"e", -0.25), TokenLogprob(7, "é", E_ACUTE, -0.5)]
-            )
-        ],
-    ),
+    TextDelta("é", [7], [SampledLogprob(7, "é", "é".encode(), -0.5, TOP)]),
     TextDelta("lan", [9], [SampledLogprob(9, "lan", b"lan", -1.0)]),
-    Finish(
-        reason="stop",
-        eos_reason="stop_string",
-        stop_sequence="###",
-        usage=Usage(
-            prompt_tokens=10, completion_tokens=2, cached_tokens=4, prompt_seconds=0.5, completion_seconds=0.25
-        ),
-    ),
+    Finish(reason="stop", eos_reason="stop_string", stop_sequence="###", usage=USAGE),
 ]
-VARIABLES = ChatTemplate("variables", "{{ a }}{{ b }}{{ c }}{{ enable_thinking }}{{ reasoning_effort }}")
 
 
-async def happening(events: list[Event] = EVENTS) -> AsyncIterator[tuple[int, Event]]:
+def chat_codec(**fields: object) -> ChatCodec:
+    body = ChatCompletionRequest.model_validate({"messages": [{"content": "hi"}], **fields})
+    return ChatCodec(ENVELOPE, body, lambda answer: None)
+
+
+def completion_codec(**fields: object) -> CompletionCodec:
+    return CompletionCodec(ENVELOPE, CompletionRequest.model_validate({"prompt": "hi", **fields}))
+
+
+async def happening(events: list[Event | Queued]) -> AsyncIterator[tuple[int, Event | Queued]]:
     for event in events:
         yield 0, event
 
 
-def chunks(codec: ChatCodec | CompletionCodec) -> list[dict[str, Any]]:
+def chunks(codec: ChatCodec | CompletionCodec, events: list[Event | Queued] = EVENTS) -> list[dict[str, Any]]:
     async def collect() -> list[dict[str, Any]]:
-        return [json.loads(payload) async for payload in codec.stream(happening())]
+        return [json.loads(payload) async for payload in codec.stream(happening(events))]
 
     return asyncio.run(collect())
 
 
+def whole(codec: ChatCodec | CompletionCodec, events: list[Event | Queued] = EVENTS) -> dict[str, Any]:
+    return asyncio.run(codec.collect(happening(events))).model_dump()
+
+
 def test_chat_logprobs() -> None:
-    codec = ChatCodec(ENVELOPE, 1, include_usage=False)
-    whole = asyncio.run(codec.collect(happening())).model_dump()["choices"][0]
-    assert whole["stop_str"] == "###"
-    first, second = whole["logprobs"]["content"]
+    choice = whole(chat_codec(logprobs=True, top_logprobs=2))["choices"][0]
+    assert choice["stop_str"] == "###"
+    first, second = choice["logprobs"]["content"]
     assert first == {
         "token": "é",
         "token_id": 7,
@@ -75,30 +80,45 @@ def test_chat_logprobs() -> None:
         ],
     }
     assert second["top_logprobs"] == []
-    pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks(codec)]
+    pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks(chat_codec(logprobs=True, top_logprobs=2))]
     assert [piece and piece["content"] for piece in pieces] == [None, [first], [second], None]
 
 
-def test_completion_logprobs_have_offsets_into_the_whole_answer() -> None:
-    codec = CompletionCodec(ENVELOPE, 1, 1, include_usage=False)
-    whole = asyncio.run(codec.collect(happening())).model_dump()["choices"][0]
-    assert whole["logprobs"] == {
+def test_completion_logprobs() -> None:
+    assert whole(completion_codec(logprobs=2))["choices"][0]["logprobs"] == {
         "tokens": ["é", "lan"],
         "token_logprobs": [-0.5, -1.0],
         "top_logprobs": [{"é": -0.5, "e": -0.25}, {"lan": -1.0}],
         "text_offset": [0, 1],
     }
-    pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks(codec)]
-    assert [piece and piece["text_offset"] for piece in pieces] == [[0], [1], None]
 
 
-def test_rates_count_what_was_processed() -> None:
-    finish = EVENTS[-1]
-    assert isinstance(finish, Finish)
-    usage = total_usage({0: finish}, 1)
+def test_usage_figures() -> None:
+    usage = total_usage({0: USAGE}, 1)
     assert usage.prompt_tokens_per_sec == (10 - 4) / 0.5
     assert usage.completion_tokens_per_sec == 8
-    assert usage.total_time == 0.75
+    assert (usage.queue_time, usage.prompt_time, usage.completion_time, usage.total_time) == (0.125, 0.5, 0.25, 0.75)
+
+
+def test_several_prompts_are_summed_and_several_answers_counted() -> None:
+    longer = Usage(prompt_tokens=100, completion_tokens=5, accepted_draft_tokens=3, rejected_draft_tokens=1)
+    usage = total_usage({0: USAGE, 1: USAGE, 2: longer, 3: longer}, 2)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (110, 14, 124)
+    assert usage.prompt_tokens_details.cached_tokens == 4
+    assert usage.completion_tokens_details.accepted_prediction_tokens == 6
+    assert usage.completion_tokens_details.rejected_prediction_tokens == 2
+
+
+def test_usage_so_far_in_every_chunk() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last = chunks(completion_codec(stream_options=options))
+    assert [(event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"]) for event in events] == [
+        (10, 1), (10, 2), (10, 2),
+    ]  # fmt: skip
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == 12
+    alone = chunks(completion_codec(stream_options={"continuous_usage_stats": True}))
+    assert not any("usage" in event for event in alone)  # as at vLLM
 
 
 @pytest.mark.parametrize(
@@ -106,13 +126,15 @@ def test_rates_count_what_was_processed() -> None:
     [
         ({}, {}, None),
         ({"logprobs": False}, {"logprobs": False}, None),
+        ({"n_probs": 0}, {"n_probs": 0}, None),
         ({"logprobs": True}, {"logprobs": 0}, 0),
         ({"logprobs": True, "top_logprobs": 5}, {"logprobs": 5}, 5),
         ({"logprobs": 3}, {"logprobs": True, "top_logprobs": 3}, 3),
+        ({"n_probs": 3}, {"n_probs": 3}, 3),
     ],
 )
 def test_how_many_logprobs(
-    chat_fields: dict[str, object], completion_fields: dict[str, object], logprobs: int | None
+    chat_fields: Mapping[str, object], completion_fields: Mapping[str, object], logprobs: int | None
 ) -> None:
     chat = ChatCompletionRequest.model_validate({"messages": [{"content": "hi"}], **chat_fields})
     completion = CompletionRequest.model_validate({"prompt": "hi", **completion_fields})
@@ -133,52 +155,3 @@ def test_a_bos_in_the_template_is_not_doubled() -> None:
     with_bos = ChatTemplate("t", source, {"bos_token": "<s>"})
     assert [(request.prompt, request.add_bos) for request in requests_for(with_bos)] == [("<s>hi", False)]
     assert [(request.prompt, request.add_bos) for request in requests_for(ChatTemplate("t", source))] == [("hi", None)]
-
-
-def test_precedence_of_template_variables() -> None:
-    model = ModelConfig(template_vars_default={"a": "default ", "b": "default "}, template_vars_force={"c": "forced "})
-    body = ChatCompletionRequest.model_validate(
-        {
-            "messages": [{"content": "hi"}],
-            "chat_template_kwargs": {"b": "request ", "c": "request "},
-            "reasoning": {"enabled": False, "effort": "low"},
-            "enable_thinking": True,
-        }
-    )
-    assert PromptWriter(VARIABLES, model).chat(body).text == "default request forced Truelow"
-
-
-def test_messages_as_templates_see_them() -> None:
-    body = ChatCompletionRequest.model_validate(
-        {
-            "messages": [
-                {"role": "developer", "content": [{"text": "be "}, {"text": "kind"}]},
-                {"role": "assistant", "tool_calls": [
-                    {"id": "c1", "function": {"name": "f", "arguments": '{"path":"/srv/é","n":1.0}'}}
-                ]},
-            ],
-        }
-    )  # fmt: skip
-    template = ChatTemplate("t", "{{ messages | tojson }}")
-    assert json.loads(PromptWriter(template, ModelConfig()).conversation(body.messages, {}).text) == [
-        {"role": "system", "content": "be kind"},
-        {"role": "assistant", "content": "", "tool_calls": [
-            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"path": "/srv/é", "n": 1.0}}}
-        ]},
-    ]  # fmt: skip
-    knows = ChatTemplate("t", "{# developer #}{{ messages[0].role }}")
-    assert PromptWriter(knows, ModelConfig()).conversation(body.messages, {}).text == "developer"
-
-
-@pytest.mark.parametrize("arguments", ['{"a":' * 100_000, '{"path": "/s', "[1]", ""])
-def test_a_call_that_a_model_once_botched_does_not_end_the_chat(arguments: str) -> None:
-    call = {"id": "c1", "function": {"name": "ls", "arguments": arguments}}
-    body = ChatCompletionRequest.model_validate({"messages": [{"role": "assistant", "tool_calls": [call]}]})
-    template = ChatTemplate("t", "{{ messages[0].tool_calls[0].function.arguments is mapping }}")
-    assert PromptWriter(template, ModelConfig()).chat(body).text == "True"
-
-
-def test_tools_reach_the_template_as_they_came() -> None:
-    tool = {"function": {"strict": True, "name": "f", "x-vendor": None}, "type": "function"}
-    body = ChatCompletionRequest.model_validate({"messages": [{"content": "hi"}], "tools": [tool]})
-    assert PromptWriter(ChatTemplate("t", "{{ tools | tojson }}"), ModelConfig()).chat(body).text == json.dumps([tool])
