@@ -17,9 +17,11 @@ from common.auth import KeyStore
 from common.config_models import Settings
 from common.errors import SettingsError
 from common.logger import setup_logging
+from common.sampling import SamplerPresets
 from common.tabby_config import LoadedSettings, generate_config_file, load_settings, merge_load_settings
 from endpoints.errors import to_server_error
 from endpoints.server import create_app, serve
+from endpoints.state import check_load
 
 # As of programs that do not understand their command line.
 EXIT_SETTINGS = 2
@@ -73,8 +75,9 @@ async def run_server(loaded: LoadedSettings) -> None:
     if keys is None:
         logger.warning("network.disable_auth is set: everybody who reaches this server is its administrator.")
     manager = ModelManager(Path(settings.model.model_dir))
-    app = create_app(settings, manager, keys)
-    background = [asyncio.create_task(load_at_start(loaded, manager))]
+    presets = SamplerPresets()
+    app = create_app(settings, manager, keys, presets)
+    background = [asyncio.create_task(load_at_start(loaded, manager, presets))]
     if keys is not None:
         background.append(asyncio.create_task(keys.watch()))
     try:
@@ -85,7 +88,7 @@ async def run_server(loaded: LoadedSettings) -> None:
         await asyncio.gather(*background, return_exceptions=True)
 
 
-async def load_at_start(loaded: LoadedSettings, manager: ModelManager) -> None:
+async def load_at_start(loaded: LoadedSettings, manager: ModelManager, presets: SamplerPresets) -> None:
     """Load `model.model_name`. A failure is reported, by the log and by /ready; the server goes on without a model."""
     name = loaded.settings.model.model_name
     if not name:
@@ -94,6 +97,7 @@ async def load_at_start(loaded: LoadedSettings, manager: ModelManager) -> None:
     try:
         directory = manager.resolve(name)
         load = merge_load_settings(loaded.settings, model_directory=directory, command_line=loaded.command_line)
+        check_load(directory, load, presets)
         async for progress in manager.load(directory, load):
             logger.debug("Loading {}: {} {}/{}", name, progress.component, progress.module, progress.modules)
     except Exception as error:

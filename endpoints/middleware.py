@@ -1,4 +1,4 @@
-"""What wraps every request: its id and its line in the log, and which web pages may send it."""
+"""What wraps every request: its id and its line in the log, how large it may be, and which web pages may send it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from common.errors import RequestTooLarge
 from common.logger import request_id
+from endpoints.errors import core_error, error_response, to_server_error
 from endpoints.request_log import as_json, redact_headers
 
 HEADER: Final = "X-Request-Id"
 _ACCEPTABLE_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 # Asked for every few seconds by whatever watches over the server.
-_PROBES: Final = ("/health", "/ready")
+_PROBES: Final = ("/health", "/ping", "/ready")
 LOOPBACK_ORIGINS: Final = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
 class RequestContextMiddleware:
     """Gives every request an id, the client's own where it is fit for a log, sends it back, and logs the outcome.
+
+    What fails outside of a route, which would render it, is rendered here.
 
     Args:
         log_headers: log the request's headers too, when it arrives.
@@ -58,11 +62,51 @@ class RequestContextMiddleware:
             logger.log(level, "{} {!r} with headers {}", scope["method"], scope["path"], shown)
         try:
             await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if status is not None:  # too late for another response: the connection is closed instead
+                raise
+            await error_response(to_server_error(error), core_error)(scope, receive, send_with_id)
         finally:
             logger.log(
                 level, "{} {!r}: {} in {:.3f} s", scope["method"], scope["path"], status, perf_counter() - started
             )
             request_id.reset(token)
+
+
+class BodyLimitMiddleware:
+    """Refuses a body above a size when it is read: after the key was checked, and in the envelope of the route's API.
+
+    Starlette's own limit answers before the route does, in plain text. uvicorn discards what is left of a refused body,
+    so that its connection can be used again.
+
+    Args:
+        limit: MB.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        left = self._limit * 1024 * 1024
+        declared = Headers(scope=scope).get("content-length", "")
+        refused = declared.isdecimal() and int(declared) > left
+
+        async def receive_within_limit() -> Message:
+            nonlocal left
+            if not refused:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if left >= 0:
+                    return message
+            raise RequestTooLarge(
+                f"The body of the request is larger than {self._limit} MB; network.max_body_mb sets that limit."
+            )
+
+        await self._app(scope, receive_within_limit, send)
 
 
 class CorsMiddleware(CORSMiddleware):

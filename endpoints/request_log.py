@@ -19,7 +19,7 @@ from common.config_models import LoggingConfig
 from common.generation import GenerationRequest
 from common.logger import LOG_DIRECTORY, request_id
 
-CHAT_PATH: Final = "/v1/chat/completions"
+CHAT_PATHS: Final = ("/v1/chat/completions", "/chat/completions")
 DEBUG_DIRECTORY: Final = LOG_DIRECTORY / "debug"
 SCHEMA: Final = "waypoint.chat_completion_request.v1"
 REDACTED: Final = "[REDACTED]"
@@ -53,7 +53,7 @@ async def record_request(request: Request, settings: LoggingConfig) -> None:
 
     Call it after the key has been checked: what strangers send is neither read nor kept. The body stays with `request`.
     """
-    to_file = settings.log_chat_completion_requests and request.url.path == CHAT_PATH
+    to_file = settings.log_chat_completion_requests and request.url.path in CHAT_PATHS
     if not (settings.log_requests or to_file):
         return
     raw = await request.body()

@@ -22,6 +22,7 @@ from endpoints.state import state_of
 Level: TypeAlias = Literal["none", "api", "admin"]
 Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
 
+VERSION_PREFIX: Final = "/v1"
 _LEVEL: Final = "x-access-level"
 # Given to a route as its `openapi_extra`, so that the level stands in the OpenAPI document as well.
 OPEN: Final[dict[str, Any]] = {_LEVEL: "none", "security": []}
@@ -67,6 +68,7 @@ class ApiRoute(APIRoute):
             try:
                 request.state.permission = authorise(request, level)
                 if level != "none":
+                    await request.body()  # here, where what goes wrong with it is told as it is
                     await record_request(request, state_of(request).settings.logging)
                 return await handle(request)
             except ClientDisconnect:
@@ -111,15 +113,30 @@ def authorise(request: Request, level: Level) -> Permission | None:
 
 
 class RouteAccess(NamedTuple):
+    """
+    Attributes:
+        alias: the same route is there below /v1, which is how it is documented.
+    """
+
     method: str
     path: str
     level: Level
+    alias: bool
 
 
 def route_table(app: FastAPI) -> list[RouteAccess]:
     """Every route of the application and who may use it; the documentation's table is made from it."""
+    contexts = list(iter_route_contexts(app.routes))
+    paths = {context.path for context in contexts}
     table = []
-    for context in iter_route_contexts(app.routes):
-        extra = getattr(context, "openapi_extra", None) or OPEN
-        table += [RouteAccess(method, context.path or "", extra[_LEVEL]) for method in context.methods or ()]
+    for context in contexts:
+        path, extra = context.path or "", getattr(context, "openapi_extra", None) or OPEN
+        alias = VERSION_PREFIX + path in paths
+        table += [RouteAccess(method, path, extra[_LEVEL], alias) for method in context.methods or ()]
     return sorted(table, key=lambda row: (row.path, row.method))
+
+
+def methods_of(app: FastAPI, path: str) -> list[str]:
+    """The methods that some route takes at a path."""
+    contexts = [context for context in iter_route_contexts(app.routes) if context.path_regex.match(path)]
+    return sorted({method for context in contexts for method in context.methods or ()})

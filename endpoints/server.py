@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import Any
 
 import uvicorn
@@ -19,12 +20,16 @@ from common.auth import KeyStore
 from common.config_models import Settings
 from common.errors import ServerError, SettingsError
 from common.sampling import SamplerPresets
+from common.version import VERSION
 from endpoints.core.router import router as core_router
 from endpoints.core.router import v1 as core_v1
+from endpoints.core.tokens import router as token_router
+from endpoints.core.tokens import v1 as token_v1
 from endpoints.errors import core_error, error_response, to_server_error
-from endpoints.middleware import CorsMiddleware, RequestContextMiddleware
+from endpoints.LlamaCpp.router import router as llama_cpp_router
+from endpoints.middleware import BodyLimitMiddleware, CorsMiddleware, RequestContextMiddleware
 from endpoints.OAI.router import v1 as openai_v1
-from endpoints.routing import SECURITY_SCHEMES, RouteAccess, route_table
+from endpoints.routing import SECURITY_SCHEMES, VERSION_PREFIX, RouteAccess, methods_of, route_table
 from endpoints.state import ServerState, attach_state
 from endpoints.streaming import SHUTDOWN_GRACE_SECONDS
 
@@ -57,23 +62,35 @@ def create_app(
 
     app = FastAPI(
         title="Waypoint",
+        version=VERSION,
         lifespan=lifespan,
         redoc_url=None,
-        middleware=[
-            Middleware(CorsMiddleware, origins=settings.network.cors_origins),
-            Middleware(RequestContextMiddleware, log_headers=settings.logging.log_requests),
-        ],
+        middleware=_middleware(settings),
         exception_handlers={HTTPException: _render_unrouted},
     )
     presets = presets or SamplerPresets()
     _select_preset(settings, presets)
     attach_state(app.state, ServerState(settings, manager, keys, presets))
-    app.include_router(core_router)
-    app.include_router(core_v1, prefix="/v1")
-    if "oai" in settings.network.api_servers:
-        app.include_router(openai_v1, prefix="/v1")
+    with_openai = "oai" in settings.network.api_servers
+    for router in (core_router, token_router, *([llama_cpp_router] if with_openai else [])):
+        app.include_router(router)
+    versioned = [core_v1, token_v1, *([openai_v1] if with_openai else [])]
+    for router in versioned:
+        app.include_router(router, prefix=VERSION_PREFIX)
+    for router in versioned:  # clients of other servers leave the prefix out
+        app.include_router(router, include_in_schema=False)
     _describe_security(app)
     return app
+
+
+def _middleware(settings: Settings) -> list[Middleware]:
+    """From the outermost to the innermost."""
+    limit = settings.network.max_body_mb
+    return [
+        Middleware(CorsMiddleware, origins=settings.network.cors_origins),
+        Middleware(RequestContextMiddleware, log_headers=settings.logging.log_requests),
+        *([Middleware(BodyLimitMiddleware, limit=limit)] if limit else []),
+    ]
 
 
 def _select_preset(settings: Settings, presets: SamplerPresets) -> None:
@@ -88,8 +105,8 @@ def _select_preset(settings: Settings, presets: SamplerPresets) -> None:
 async def _render_unrouted(request: Request, error: Exception) -> Response:
     """Unknown paths and methods belong to no API, so they get every member that some API's clients read."""
     response = error_response(to_server_error(error), core_error)
-    if isinstance(error, HTTPException):
-        response.headers.update(error.headers or {})  # Allow, for a wrong method
+    if response.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        response.headers["Allow"] = ", ".join(methods_of(request.app, request.url.path))
     return response
 
 

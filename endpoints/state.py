@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Final
 from weakref import WeakKeyDictionary
 
@@ -12,10 +13,10 @@ from backends.client import EngineClient
 from backends.manager import ModelManager
 from backends.messages import ModelInfo
 from common.auth import KeyStore
-from common.config_models import Settings
+from common.config_models import LoadSettings, Settings
 from common.errors import InvalidRequest
 from common.sampling import SamplerPresets
-from common.templating import ChatTemplate, find_template
+from common.templating import ChatTemplate, find_template, list_templates
 from endpoints.OAI.utils.prompt import PromptWriter
 
 _ATTRIBUTE: Final = "server"
@@ -27,23 +28,72 @@ class ServerState:
     manager: ModelManager
     keys: KeyStore | None  # None: everybody is administrator
     presets: SamplerPresets
-    _templates: WeakKeyDictionary[EngineClient, ChatTemplate | None] = field(default_factory=WeakKeyDictionary)
+    _writers: WeakKeyDictionary[EngineClient, PromptWriter | None] = field(default_factory=WeakKeyDictionary)
 
     def template_of(self, client: EngineClient) -> ChatTemplate | None:
-        """The chat template of a model; read from disk once per load. Raises `InvalidRequest`."""
-        if client not in self._templates:
-            self._templates[client] = find_template(client.directory, client.settings.model.prompt_template)
-        return self._templates[client]
+        """The chat template in force for a model; read from disk once per load. Raises `InvalidRequest`."""
+        writer = self._writer_of(client)
+        return writer.template if writer is not None else None
+
+    def switch_template(self, client: EngineClient, name: str) -> None:
+        """Use another template until the model is loaded anew. Requests in flight have their prompts already.
+
+        Args:
+            name: as for `prompt_template`, or of the template that the model was loaded with.
+
+        Raises:
+            InvalidRequest: there is no such template, or it does not compile.
+        """
+        loaded = _loaded_template(client)
+        is_loaded = loaded is not None and loaded.name == name
+        self._writers[client] = _writer(client, loaded if is_loaded else find_template(client.directory, name))
+
+    def unload_template(self, client: EngineClient) -> None:
+        """Use none, so that the model cannot chat, until another is switched to or the model is loaded anew."""
+        self._writers[client] = None
+
+    def template_names(self) -> list[str]:
+        """What `switch_template()` takes, whatever the model, and the template that the loaded model came with."""
+        client = self.manager.current
+        loaded = _loaded_template(client) if client is not None else None
+        return sorted({*list_templates(), *([loaded.name] if loaded is not None else [])})
 
     def prompt_writer(self, client: EngineClient) -> PromptWriter:
         """What writes the prompts of a loaded model's chats. Raises `InvalidRequest` where it cannot chat."""
-        template = self.template_of(client)
-        if template is None:
+        writer = self._writer_of(client)
+        if writer is None:
             raise InvalidRequest(
-                f"The model {client.directory.name} has no chat template, so it cannot chat. Use /v1/completions, put "
-                "a chat_template.jinja into its folder, or load it with prompt_template set to a name in templates/."
+                f"The model {client.directory.name} has no chat template, so it cannot chat. Use /v1/completions, give "
+                "it one of templates/ with /v1/template/switch or prompt_template, or put a chat_template.jinja into "
+                "its folder."
             )
-        return PromptWriter(template, client.settings.model, loaded_info(client).control_tokens)
+        return writer
+
+    def _writer_of(self, client: EngineClient) -> PromptWriter | None:
+        # One for all requests: it knows the turns before the one that it writes.
+        if client not in self._writers:
+            self._writers[client] = _writer(client, _loaded_template(client))
+        return self._writers[client]
+
+
+def check_load(directory: Path, settings: LoadSettings, presets: SamplerPresets) -> None:
+    """Read the files that a load asks for by name, before anything is touched.
+
+    Raises:
+        ServerError: there is no such chat template or sampler preset, or it is broken.
+    """
+    find_template(directory, settings.model.prompt_template)
+    presets.read_for_model(settings.model.sampler_preset)
+
+
+def _loaded_template(client: EngineClient) -> ChatTemplate | None:
+    return find_template(client.directory, client.settings.model.prompt_template)
+
+
+def _writer(client: EngineClient, template: ChatTemplate | None) -> PromptWriter | None:
+    if template is None:
+        return None
+    return PromptWriter(template, client.settings.model, loaded_info(client).control_tokens)
 
 
 def attach_state(app_state: object, state: ServerState) -> None:

@@ -15,10 +15,10 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from pydantic import AliasChoices
+from pydantic import AliasChoices, BaseModel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -26,9 +26,11 @@ sys.path.insert(0, str(ROOT))
 from backends.manager import ModelManager  # noqa: E402
 from common.config_models import PLANNED, Settings  # noqa: E402
 from common.errors import ServerError  # noqa: E402
-from common.sampling import SamplingFields, SamplingParameters  # noqa: E402
+from common.fim import FAMILIES  # noqa: E402
+from common.sampling import ForeignSamplers, SamplingFields, SamplingParameters  # noqa: E402
 from common.settings_catalog import CATALOG, Setting  # noqa: E402
 from common.tabby_config import SAMPLE_FILE, render_config  # noqa: E402
+from endpoints.OAI.types.common import Usage  # noqa: E402
 from endpoints.server import create_app, route_table  # noqa: E402
 
 MARKED = re.compile(r"(<!-- generated: (?P<name>.+?) -->\n)(?P<table>.*?)(<!-- end of (?P=name) -->)", re.DOTALL)
@@ -64,8 +66,9 @@ def is_planned(setting: Setting) -> bool:
 def routes_table() -> str:
     app = create_app(Settings(), ModelManager(Path("models")), None)
     methods: dict[tuple[str, str], list[str]] = {}
-    for method, path, level in route_table(app):
-        methods.setdefault((path.replace(":path}", "}"), level), []).append(method)
+    for method, path, level, alias in route_table(app):
+        if not alias:
+            methods.setdefault((path.replace(":path}", "}"), level), []).append(method)
     rows = ["| Route | Methods | Key |", "|---|---|---|"]
     rows += [f"| `{path}` | {', '.join(names)} | {level} |" for (path, level), names in methods.items()]
     return "\n".join(rows)
@@ -85,13 +88,45 @@ def _error_tree(error: type[ServerError]) -> list[type[ServerError]]:
 
 
 def sampling_table() -> str:
-    rows = ["| Parameter | Other names | Default |", "|---|---|---|"]
-    for name in SamplingParameters.__struct_fields__:
+    return _fields_table(SamplingParameters.__struct_fields__, "Default")
+
+
+def length_table() -> str:
+    elsewhere = {*SamplingParameters.__struct_fields__, *ForeignSamplers.model_fields, "logprobs", "top_logprobs"}
+    return _fields_table([name for name in SamplingFields.model_fields if name not in elsewhere], "Default")
+
+
+def foreign_samplers_table() -> str:
+    return _fields_table(ForeignSamplers.model_fields, "Off at")
+
+
+def _fields_table(names: Iterable[str], default: str) -> str:
+    rows = [f"| Parameter | Other names | {default} |", "|---|---|---|"]
+    for name in names:
         field = SamplingFields.model_fields[name]
         alias = field.validation_alias
         others = [f"`{other}`" for other in alias.choices if other != name] if isinstance(alias, AliasChoices) else []
-        rows.append(f"| `{name}` | {', '.join(others)} | `{json.dumps(field.default)}` |")
+        value = "" if field.default is None else f"`{json.dumps(field.default)}`"
+        rows.append(f"| `{name}` | {', '.join(others)} | {value} |")
     return "\n".join(rows)
+
+
+def usage_table() -> str:
+    return "\n".join(["| Field | |", "|---|---|", *_usage_rows(Usage)])
+
+
+def _usage_rows(record: type[BaseModel], path: str = "") -> Iterator[str]:
+    for name, field in record.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _usage_rows(field.annotation, f"{path}{name}.")
+        else:
+            yield f"| `{path}{name}` | {field.description} |"
+
+
+def fill_in_the_middle_table() -> str:
+    rows = ["| Before the prompt | Before the suffix | Before the answer |", "|---|---|---|"]
+    rows += ["| " + " | ".join(f"`{token}`" if token else "" for token in tokens[:3]) + " |" for tokens in FAMILIES]
+    return "\n".join(rows).replace("<|", "<\\|").replace("|>", "\\|>")
 
 
 # What stands between markers, by name.
@@ -101,6 +136,10 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "routes": routes_table,
     "errors": errors_table,
     "sampling": sampling_table,
+    "length": length_table,
+    "foreign samplers": foreign_samplers_table,
+    "usage": usage_table,
+    "fill in the middle": fill_in_the_middle_table,
 }
 
 

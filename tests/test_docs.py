@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
@@ -19,8 +20,15 @@ import start
 from backends.exllamav3.checkpoints import DEFAULT_INTERVAL, DEFAULT_INTERVAL_PP, plan
 from common.auth import KeyStore
 from common.config_models import Settings
-from common.sampling import SamplerPresets
+from common.grammar import MOST_CHARACTERS, check_constraint
+from common.grammar_compiler import WHITESPACE
+from common.prefixes import MAX_TURNS
+from common.sampling import MAX_ANSWERS, MAX_TOP_LOGPROBS, SamplerPresets
 from common.settings_catalog import ALL_SETTINGS, CATALOG, SECTIONS, unknown_keys
+from common.templating import ChatTemplate, find_template
+from endpoints.OAI.types.common import GenerationFields
+from endpoints.OAI.types.completion import MAX_PROMPTS
+from endpoints.OAI.utils.constraints import FORMATS, requested_constraints
 from endpoints.server import create_app, route_table
 from tests.endpoints.running import CHATML, RunningServer
 from tests.scripted import ScriptedEngine
@@ -30,6 +38,7 @@ ROOT = Path(start.__file__).parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 USAGE = ROOT / "docs" / "03.-Usage.md"
+CHAT = ROOT / "docs" / "04.-Chat-Completions.md"
 MOVING = ROOT / "docs" / "Coming-from-TabbyAPI.md"
 GETTING_STARTED = ROOT / "docs" / "01.-Getting-Started.md"
 
@@ -38,10 +47,11 @@ NOT_IN_THE_TREE = {
     *("config.yml", "config.yml.bak", "other.yml", "api_tokens.yml", "openapi.json", ".venv/installation.json"),
     *("tabby_config.yml", "tabby_template.jinja", "models/", "logs/"),
     *("chat_template.jinja", "chat_template.json", "tokenizer_config.json", "tokenizer.json", "config.json"),
+    "additional_chat_templates/",
     "/openapi.json",  # a route
 }
 MADE_BY_USE = {"models", "loras", "logs"}
-OPTIONS_OF_OTHER_PROGRAMS = {"--local-dir", "--model"}
+OPTIONS_OF_OTHER_PROGRAMS = {"--local-dir", "--model", "--cache-clear"}
 OLD_LAYOUT = {"model.draft", "model.lora"}
 BASE_URL = "http://127.0.0.1:5000"
 
@@ -170,7 +180,9 @@ def _without_names(path: str) -> str:
 
 def named_routes(text: str) -> set[str]:
     found = re.findall(
-        r"(?<![\w.])(?:http://[\w.:]+)?(/(?:v1/|api/|health|ready|props)[\w/{}]*)", "\n".join(code(text))
+        r"(?<![\w.])(?:http://[\w.:]+)?"
+        r"(/(?:v1/|api/|health|ready|props|ping|version|tokenize|detokenize|apply-template|completion|infill)[\w/{}]*)",
+        "\n".join(code(text)),
     )
     return {_without_names(path) for path in found}
 
@@ -185,6 +197,71 @@ def test_routes_said_to_be_missing_are_missing(routes: set[str]) -> None:
     missing = named_routes(section(MOVING, "Not there yet"))
     assert "/v1/embeddings" in missing
     assert missing & routes == set()
+
+
+# --- chats and answers --------------------------------------------------------------------------------------------
+
+
+def rows(heading: str, start: str = "") -> list[list[str]]:
+    """The cells of the rows below a heading of the page on chat completions that begin so."""
+    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", text_of(CHAT), re.DOTALL | re.MULTILINE)
+    assert found is not None
+    lines = [line for line in found[1].splitlines() if line.startswith("| " + start)]
+    assert lines, start
+    return [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def test_bundled_templates_are_as_shown() -> None:
+    for name, prompt, stop_strings in rows("Which one is used", "`"):
+        template = find_template(ROOT / "none", name.strip("`"))
+        assert template is not None
+        rendering = template.render([{"role": "user", "content": "Hi"}])
+        assert json.loads(prompt.strip("`")) == rendering.text
+        assert stop_strings.split(", ") == [f"`{string}`" for string in rendering.stop_strings]
+
+
+@each_page
+def test_templates_compile(page: Path) -> None:
+    for block in blocks(page, "jinja"):
+        text, stop_strings = ChatTemplate("example", block).render([{"role": "user", "content": "Hi"}])
+        assert text.endswith("User: Hi\nAssistant:")
+        assert stop_strings == ["\nUser:"]
+
+
+@each_page
+def test_json_is_json(page: Path) -> None:
+    for block in blocks(page, "json"):
+        json.loads(block)
+
+
+def test_every_form_of_constraint_asks_for_one() -> None:
+    fields = [cells[0] for cells in rows("Constrained output", "`{")]
+    given = [json.loads(body) for bodies in fields for body in re.findall("`([^`]+)`", bodies)]
+    formats = {body["response_format"]["type"] for body in given if "response_format" in body}
+    assert formats == set(FORMATS)
+    for body in given:
+        constraints = list(requested_constraints(GenerationFields.model_validate(body)))
+        assert len(constraints) == (body.get("response_format") != {"type": "text"}), body
+        for constraint in constraints:
+            check_constraint(constraint)
+
+
+def test_numbers_of_the_page_on_chat_are_those_in_force() -> None:
+    text = text_of(CHAT)
+    assert f"{MOST_CHARACTERS:,} characters" in text
+    assert f"at most {re.findall(r',([0-9]+)', WHITESPACE)[0]} spaces" in text
+    assert f"The last {MAX_TURNS} turns" in text
+    assert f"up to {MAX_ANSWERS} answers" in text
+    assert f"up to {MAX_PROMPTS} prompts" in text
+    assert f"`top_logprobs` (0 to {MAX_TOP_LOGPROBS})" in text
+
+
+def test_reasons_for_processing_again_exist() -> None:
+    source = (ROOT / "common" / "prefixes.py").read_text(encoding="utf-8")
+    quoted = [reason for cells in rows("Prompts that begin alike", '"') for reason in re.findall('"([^"]+)"', cells[0])]
+    pieces = [piece.strip() for reason in quoted for piece in re.split(r"…|\bN\b|^tools ", reason)]
+    assert len(quoted) > 8
+    assert [piece for piece in pieces if piece not in source] == []
 
 
 # --- messages and examples ----------------------------------------------------------------------------------------
@@ -269,10 +346,15 @@ def test_first_request_with_the_openai_client(
     assert done.stdout == "Hello world\n"
 
 
-@pytest.mark.parametrize("number", range(sum("curl" in block for block in blocks(USAGE, "sh"))))
-def test_examples_of_usage(number: int, example_server: RunningServer, example_variables: Mapping[str, str]) -> None:
-    example = [block for block in blocks(USAGE, "sh") if "curl" in block][number]
-    assert run_shell(example, example_server, example_variables).strip()
+def examples(page: Path) -> list[str]:
+    return [block for block in blocks(page, "sh") if "curl" in block]
+
+
+@pytest.mark.parametrize(
+    ("page", "number"), [(page, number) for page in (USAGE, CHAT) for number in range(len(examples(page)))]
+)
+def test_examples(page: Path, number: int, example_server: RunningServer, example_variables: Mapping[str, str]) -> None:
+    assert run_shell(examples(page)[number], example_server, example_variables).strip()
 
 
 def test_usage_reads_both_keys(example_server: RunningServer, example_variables: Mapping[str, str]) -> None:

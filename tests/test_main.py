@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,7 +17,11 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from common.auth import KeyStore
-from main import EXIT_INTERRUPTED, EXIT_SETTINGS, main
+from common.config_models import Settings
+from common.sampling import SamplerPresets
+from common.tabby_config import LoadedSettings
+from main import EXIT_INTERRUPTED, EXIT_SETTINGS, load_at_start, main
+from tests.scripted import ScriptedEngine
 from tests.serving import ServerProcess, served
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
@@ -220,6 +225,16 @@ def test_health_answers_before_the_model_does_and_a_failed_start_is_reported(tmp
         assert response.status_code == 503
         assert "NoSuchForCausalLM" in response.json()["error"]["message"]
         assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("key", ["sampler_preset", "prompt_template"])
+def test_a_start_model_whose_files_are_missing_is_not_loaded(scripted: ScriptedEngine, key: str) -> None:
+    model = {"model_name": "alpha", "model_dir": str(scripted.model_dir), key: "none-such"}
+    loaded = LoadedSettings(Settings.model_validate({"model": model}), {}, [], {})
+    manager = scripted.manager()
+    asyncio.run(load_at_start(loaded, manager, SamplerPresets()))
+    assert manager.current is None
+    assert "none-such" in str(manager.load_error)
 
 
 @pytest.mark.parametrize("keys", [True, False])

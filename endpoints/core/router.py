@@ -1,4 +1,4 @@
-"""TabbyAPI's own routes: models, tokens, sampler overrides, and how the server is."""
+"""TabbyAPI's own routes: models, chat templates, sampler overrides, and how the server is."""
 
 from __future__ import annotations
 
@@ -11,32 +11,26 @@ from backends.manager import ModelManager
 from backends.messages import LoadProgress
 from common.config_models import LoadSettings
 from common.errors import InvalidRequest, ModelNotFound, ModelNotLoaded
-from common.generation import TextSpan
 from common.tabby_config import merge_load_settings
-from common.templating import find_template
+from common.version import VERSION
 from endpoints.core.types.model import ModelLoadRequest
 from endpoints.core.types.model_card import LoadProgressEvent, ModelCard, ModelList, model_parameters
+from endpoints.core.types.props import Props
 from endpoints.core.types.server import (
-    GenerationDefaults,
     Health,
     PermissionAnswer,
-    Props,
     Readiness,
     SamplerOverrides,
     SamplerOverrideSwitch,
     Service,
     ServiceApi,
     ServiceInfo,
+    Version,
 )
-from endpoints.core.types.token import (
-    TokenDecodeRequest,
-    TokenDecodeResponse,
-    TokenEncodeRequest,
-    TokenEncodeResponse,
-)
+from endpoints.core.types.template import TemplateList, TemplateSwitch
 from endpoints.errors import core_error
 from endpoints.routing import ADMIN, API, OPEN, CoreRoute
-from endpoints.state import ServerState, State, loaded_info
+from endpoints.state import ServerState, State, check_load, loaded_info
 from endpoints.streaming import EventStream, start_early
 
 router = APIRouter(route_class=CoreRoute)
@@ -48,6 +42,7 @@ v1 = APIRouter(route_class=CoreRoute)  # below /v1
 
 @router.get("/health", openapi_extra=OPEN)
 @router.head("/health", openapi_extra=OPEN, include_in_schema=False)
+@router.get("/ping", openapi_extra=OPEN)
 async def health() -> Health:
     """The server answers. Whether a model does says /ready."""
     return Health()
@@ -71,16 +66,17 @@ async def service_info() -> ServiceInfo:
     )
 
 
+@router.get("/version", openapi_extra=OPEN)
+async def version() -> Version:
+    """Which program answers. Open, as /openapi.json is, which says it too."""
+    return Version(version=VERSION)
+
+
 @router.get("/props", openapi_extra=API)
 async def props(state: State) -> Props:
+    """What front ends made for llama.cpp's server ask before they begin."""
     client = state.manager.require()
-    info = loaded_info(client)
-    template = state.template_of(client)
-    return Props(
-        total_slots=info.max_batch_size,
-        chat_template=template.source if template else "",
-        default_generation_settings=GenerationDefaults(n_ctx=info.max_seq_len),
-    )
+    return Props.of(loaded_info(client), state.template_of(client))
 
 
 @v1.get("/auth/permission", openapi_extra=API)
@@ -124,7 +120,7 @@ async def load_model(body: ModelLoadRequest, state: State) -> Response:
     """
     directory = state.manager.resolve(body.model_name)
     settings = merge_load_settings(state.settings, model_directory=directory, request=body.parameters())
-    find_template(directory, settings.model.prompt_template)  # raises where there is none of that name
+    check_load(directory, settings, state.presets)
     events = await start_early(_load_events(state.manager, directory, settings, skip_queue=body.skip_queue))
     return EventStream(events, render_error=core_error, ping=state.settings.network.sse_ping_interval)
 
@@ -177,30 +173,34 @@ def _created(directory: Path) -> int:
         return 0
 
 
-# --- tokens -------------------------------------------------------------------------------------------------------
+# --- chat templates -----------------------------------------------------------------------------------------------
 
 
-@v1.post("/token/encode", openapi_extra=API)
-async def encode(body: TokenEncodeRequest, state: State) -> TokenEncodeResponse:
-    """Token ids of a text, or of a conversation as the chat template renders it, without a generation prompt."""
+@v1.get("/templates", openapi_extra=API)
+@v1.get("/template/list", openapi_extra=API)
+async def list_templates(request: Request, state: State) -> TemplateList:
+    """For an administrator the names that can be switched to, else the template in force."""
+    if request.state.permission == "admin":
+        return TemplateList(data=state.template_names())
+    client = state.manager.current
+    template = state.template_of(client) if client is not None else None
+    return TemplateList(data=[template.name] if template is not None else [])
+
+
+@v1.post("/template/switch", openapi_extra=ADMIN)
+async def switch_template(body: TemplateSwitch, state: State) -> None:
+    """Give the loaded model another chat template, without loading it again."""
     client = state.manager.require()
-    text, add_bos = body.text, body.add_bos_token
-    literals: list[TextSpan] = []
-    if not isinstance(text, str):
-        writer = state.prompt_writer(client)
-        text, literals, _ = writer.conversation(text, body.template_vars, path="text")
-        add_bos = False if writer.template.begins_with_bos(text) else add_bos
-    tokens = await client.encode(
-        text, add_bos=add_bos, encode_special_tokens=body.encode_special_tokens, literals=literals
-    )
-    return TokenEncodeResponse(tokens=tokens, length=len(tokens))
+    try:
+        state.switch_template(client, body.prompt_template_name)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, param="prompt_template_name") from error
 
 
-@v1.post("/token/decode", openapi_extra=API)
-async def decode(body: TokenDecodeRequest, state: State) -> TokenDecodeResponse:
-    client = state.manager.require()
-    text = await client.decode(body.tokens, decode_special_tokens=body.decode_special_tokens)
-    return TokenDecodeResponse(text=text)
+@v1.post("/template/unload", openapi_extra=ADMIN)
+async def unload_template(state: State) -> None:
+    """Take the loaded model's chat template away; it cannot chat until another is switched to."""
+    state.unload_template(state.manager.require())
 
 
 # --- sampler overrides --------------------------------------------------------------------------------------------
@@ -209,10 +209,15 @@ async def decode(body: TokenDecodeRequest, state: State) -> TokenDecodeResponse:
 @v1.get("/sampling/overrides", openapi_extra=API)
 @v1.get("/sampling/override/list", openapi_extra=API)
 async def list_overrides(request: Request, state: State) -> SamplerOverrides:
+    """The preset in force for every request, and the loaded model's, whose parameters win over it."""
+    client = state.manager.current
+    model_preset = client.settings.model.sampler_preset if client is not None else None
     return SamplerOverrides(
         selected_preset=state.presets.selected,
         overrides=state.presets.overrides,
         presets=state.presets.names() if request.state.permission == "admin" else [],
+        model_preset=model_preset,
+        model_overrides=state.presets.of_model(model_preset),
     )
 
 

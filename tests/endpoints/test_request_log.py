@@ -86,7 +86,7 @@ def test_prompts_and_parameters_are_logged_once_for_all_answers(open_server: Run
     assert logged(log, "INFO Prompt:\n") == [PROMPT.rstrip("\n")]
     (parameters,) = [json.loads(entry) for entry in logged(log, "INFO Generation parameters: ")]
     assert parameters["sampling"]["temperature"] == 0.5
-    assert parameters["stop_strings"] == ["END"]
+    assert parameters["stop_strings"] == ["END", "<|im_end|>", "<|im_start|>"]  # the request's, then the template's
     assert "prompt" not in parameters
 
 
@@ -177,8 +177,8 @@ def test_a_chat_is_written_with_its_prompt_beside_it(open_server: RunningServer,
 
 
 def test_each_request_has_files_of_its_own(open_server: RunningServer, folder: Path) -> None:
-    for _ in range(2):
-        ask(open_server, HI, headers={"X-Request-Id": "same"})
+    for path in (CHAT, CHAT.removeprefix("/v1")):
+        assert open_server.http.post(path, json=HI, headers={"X-Request-Id": "same"}).status_code == 200
     assert open_server.http.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
     assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".json", ".txt", ".txt"]
 

@@ -3,14 +3,17 @@ from __future__ import annotations
 import pytest
 
 from common.config_models import Settings
-from endpoints.routing import Level, RouteAccess, route_table
+from endpoints.routing import VERSION_PREFIX, Level, RouteAccess, route_table
 from endpoints.server import create_app
 from tests.endpoints.running import ADMIN_KEY, API_KEY, RunningServer, running_server
 from tests.scripted import ScriptedEngine
 
 DOCUMENTATION = {"/docs", "/docs/oauth2-redirect", "/openapi.json"}
-OPEN = {"/health", "/ready", "/.well-known/serviceinfo"} | DOCUMENTATION
-ADMIN = {"/v1/model/load", "/v1/model/unload", "/v1/sampling/override/switch", "/v1/sampling/override/unload"}
+OPEN = {"/health", "/ping", "/ready", "/version", "/.well-known/serviceinfo"} | DOCUMENTATION
+ADMIN = {
+    *("/v1/model/load", "/v1/model/unload", "/v1/template/switch", "/v1/template/unload"),
+    *("/v1/sampling/override/switch", "/v1/sampling/override/unload"),
+}
 
 ALLOWED: dict[Level, list[str | None]] = {
     "none": [None, API_KEY, ADMIN_KEY],
@@ -20,7 +23,8 @@ ALLOWED: dict[Level, list[str | None]] = {
 
 
 def expected_level(row: RouteAccess) -> str:
-    return "none" if row.path in OPEN else "admin" if row.path in ADMIN else "api"
+    path = VERSION_PREFIX + row.path if row.alias else row.path
+    return "none" if path in OPEN else "admin" if path in ADMIN else "api"
 
 
 def test_table_holds_every_route_with_its_level(scripted: ScriptedEngine) -> None:
@@ -31,11 +35,19 @@ def test_table_holds_every_route_with_its_level(scripted: ScriptedEngine) -> Non
     listed = {
         (row.method, row.path.replace(":path", ""))
         for row in table
-        if row.path not in DOCUMENTATION and row.method != "HEAD"
+        if row.path not in DOCUMENTATION and row.method != "HEAD" and not row.alias
     }
     assert listed == documented
     assert {row.path for row in table} >= OPEN | ADMIN
     assert all(row.level == expected_level(row) for row in table)
+
+
+def test_every_route_below_v1_is_there_without_v1_too(scripted: ScriptedEngine) -> None:
+    table = route_table(create_app(Settings(), scripted.manager(), None))
+    versioned = {(row.method, row.path) for row in table if row.path.startswith("/v1/")}
+    aliases = {(row.method, row.path) for row in table if row.alias}
+    assert {(method, VERSION_PREFIX + path) for method, path in aliases} == versioned
+    assert len(table) == len({(row.method, row.path) for row in table})
 
 
 def test_every_route_enforces_its_level(server: RunningServer) -> None:
@@ -44,7 +56,7 @@ def test_every_route_enforces_its_level(server: RunningServer) -> None:
         # A broken body: whoever is let in gets no further, and a load or unload does not happen.
         allowed = ALLOWED[row.level]
         for key in (None, API_KEY, ADMIN_KEY):
-            if path in ("/v1/model/unload", "/v1/sampling/override/unload") and key in allowed:
+            if path.endswith("/unload") and key in allowed:  # needs no body
                 continue
             response = server.anonymous.request(
                 row.method, path, content=b"{", headers={"Authorization": f"Bearer {key}"} if key else {}
@@ -88,6 +100,15 @@ def test_whole_surrogate_pairs_stay(server: RunningServer) -> None:
     content = rb'{"prompt": "smile \ud83d\ude00 cut \ud83d"}'
     assert server.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"}).is_success
     assert server.engine.history()[-1].prompt == "smile 😀 cut ?"
+
+
+def test_a_route_without_v1_is_the_same_route(server: RunningServer) -> None:
+    for path in ("/models", "/model", "/auth/permission"):
+        assert server.http.get(path).json() == server.http.get("/v1" + path).json()
+    assert server.http.post("/completions", json={"prompt": "x"}).json()["object"] == "text_completion"
+    error = server.http.post("/chat/completions", json={}).json()
+    assert set(error) == {"error"}  # OpenAI's envelope, not TabbyAPI's
+    assert server.http.post("/token/decode", json={}).json()["detail"] == "tokens is missing."
 
 
 def test_disabled_auth_serves_everybody_as_administrator(scripted: ScriptedEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -24,22 +25,25 @@ class PermissionAnswer(BaseModel):
     permission: Permission
 
 
-class GenerationDefaults(BaseModel):
-    n_ctx: int
-
-
-class Props(BaseModel):
-    """As llama.cpp's server says it; front ends read the template and the context length here."""
-
-    total_slots: int
-    chat_template: str
-    default_generation_settings: GenerationDefaults
+class Version(BaseModel):
+    version: str
 
 
 class SamplerOverrides(BaseModel):
+    """What the presets in force say, those that every model has and those of the loaded one.
+
+    Attributes:
+        selected_preset: None without one, or with overrides that were given directly.
+        presets: names to choose from, for administrators.
+        model_preset: the loaded model's `sampler_preset`.
+        model_overrides: they win over `overrides`, parameter by parameter.
+    """
+
     selected_preset: str | None
-    overrides: dict[str, Override]
-    presets: list[str]  # for administrators
+    overrides: Mapping[str, Override]
+    presets: list[str]
+    model_preset: str | None
+    model_overrides: Mapping[str, Override]
 
 
 class SamplerOverrideSwitch(RequestModel):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ from tests.endpoints.running import RunningServer, eventually, running_server
 from tests.scripted import ScriptedEngine
 from tests.scripted_worker import ModelScript, Script
 
+PROJECT = Path(__file__).parents[3]
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -93,8 +96,27 @@ def test_card_of_the_loaded_model(server: RunningServer) -> None:
     assert "<|im_start|>" in parameters["prompt_template_content"]
     props = server.http.get("/props").json()
     assert props["chat_template"] == parameters["prompt_template_content"]
-    assert props["default_generation_settings"] == {"n_ctx": 4096}
+    assert props["default_generation_settings"]["n_ctx"] == 4096
     assert props["total_slots"] == 4
+
+
+def test_props_as_llama_cpp_has_them(empty_server: RunningServer) -> None:
+    tokens = '{"bos_token": {"content": "<s>"}, "eos_token": "</s>"}'
+    (empty_server.engine.model_dir / "alpha" / "tokenizer_config.json").write_text(tokens, encoding="utf-8")
+    empty_server.load("alpha")
+    props = empty_server.http.get("/props").json()
+    assert (props["bos_token"], props["eos_token"], props["model_path"]) == ("<s>", "</s>", "alpha")
+    assert props["modalities"] == {"vision": False, "audio": False}
+    parameters = props["default_generation_settings"]["params"]
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "n_predict": -1}
+    assert {name: parameters[name] for name in neutral} == neutral
+
+
+def test_version_is_said_to_everybody(empty_server: RunningServer) -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert empty_server.anonymous.get("/version").json() == {"version": project["version"]}
+    assert empty_server.anonymous.get("/openapi.json").json()["info"]["version"] == project["version"]
+    assert empty_server.anonymous.get("/ping").status_code == 200
 
 
 def test_a_model_without_recurrent_layers_has_no_checkpoints(scripted: ScriptedEngine) -> None:
@@ -133,6 +155,7 @@ def test_a_load_tells_its_progress_and_ends(empty_server: RunningServer) -> None
         ({"model_name": "alpha", "recurrent_checkpoint_interval_pp": 0}, 400, "recurrent_checkpoint_interval_pp"),
         ({"model_name": "alpha", "cache_size": 1000}, 400, "cache_size"),
         ({"model_name": "alpha", "prompt_template": "none-such"}, 400, "prompt_template"),
+        ({"model_name": "alpha", "sampler_preset": "none-such"}, 404, "sampler_preset"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_before_anything_is_touched(

@@ -59,6 +59,31 @@ def test_a_refused_switch_changes_nothing(presets: RunningServer, body: dict[str
     assert presets.admin.get("/v1/sampling/overrides").json()["selected_preset"] == "cold"
 
 
+def test_a_model_can_have_a_preset_of_its_own(presets: RunningServer) -> None:
+    (presets.engine.root / "presets" / "warm.yml").write_text("temperature: {override: 1.5}", encoding="utf-8")
+    (presets.engine.model_dir / "beta" / "tabby_config.yml").write_text(
+        "model:\n  sampler_preset: warm\n", encoding="utf-8"
+    )
+    presets.load("beta")
+    presets.http.post("/v1/completions", json={"prompt": "x", "top_k": 40})
+    sampling = presets.engine.history()[-1].sampling
+    assert (sampling.temperature, sampling.top_k) == (1.5, 0)
+    listed = presets.http.get("/v1/sampling/overrides").json()
+    assert (listed["selected_preset"], listed["model_preset"]) == ("cold", "warm")
+    assert listed["model_overrides"]["temperature"]["override"] == 1.5
+    presets.load("alpha", sampler_preset="cold")
+    assert presets.http.get("/v1/sampling/overrides").json()["model_preset"] == "cold"
+
+
+def test_a_model_with_a_broken_preset_is_not_loaded(presets: RunningServer) -> None:
+    (presets.engine.root / "presets" / "torn.yml").write_text("temperature: {override: 99}", encoding="utf-8")
+    response = presets.admin.post("/v1/model/load", json={"model_name": "beta", "sampler_preset": "torn"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "sampler_preset")
+    assert "temperature" in error["message"]
+    assert presets.http.get("/v1/model").json()["id"] == "alpha"
+
+
 def test_a_preset_that_is_missing_stops_the_start(scripted: ScriptedEngine) -> None:
     server = running_server(scripted, sampling={"override_preset": "none-such"})
     with pytest.raises(SettingsError, match=r"sampling\.override_preset.*none-such"):
