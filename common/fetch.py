@@ -74,9 +74,9 @@ def _decode(data: bytes, param: str) -> Image.Image:
             image.load()
             return image
     except Exception as error:
-        # The decoders read foreign bytes, and fail on them in many ways.
+        # The decoders read foreign bytes, and fail on them in many ways; what they say names objects of theirs.
         raise InvalidRequest(
-            f"The image cannot be read; it has to be whole and one of {', '.join(_FORMATS)}: {error}", param=param
+            f"The image cannot be read; it has to be whole, and one of {', '.join(_FORMATS)}.", param=param
         ) from error
     raise InvalidRequest(
         f"The image has {image.width} x {image.height} pixels; at most {MAX_PIXELS // 1_000_000} million are read.",

@@ -50,6 +50,7 @@ class GrammarFilter(Filter):  # type: ignore[misc] # the engine has no annotatio
         self._not_eos = self._all_but(eos_token_ids)
         self._not_banned = self._all_but(banned)
         self._eos_is_banned = set(eos_token_ids) <= set(banned)
+        self._mask = self._not_eos  # of the latest token
         self._complete = False
         self._failure: str | None = None
 
@@ -64,7 +65,7 @@ class GrammarFilter(Filter):  # type: ignore[misc] # the engine has no annotatio
 
     def accept_token(self, token: int) -> None:
         for matcher in self._matchers:
-            if not matcher.consume_token(token):
+            if not matcher.consume_token(token) and self._was_allowed(token):
                 self._fail(matcher)
         if self._failure is None:
             self._complete = self._nothing_may_follow()
@@ -73,7 +74,8 @@ class GrammarFilter(Filter):  # type: ignore[misc] # the engine has no annotatio
         return all(matcher.rollback(num_tokens) for matcher in self._matchers)
 
     def get_next_logit_mask(self) -> Tensor:
-        return torch.from_numpy(self._allowed().view(np.int32)).unsqueeze(0)
+        self._mask = self._allowed()
+        return torch.from_numpy(self._mask.view(np.int32)).unsqueeze(0)
 
     def is_completed(self) -> bool:
         return self._complete or self._failure is not None
@@ -119,6 +121,10 @@ class GrammarFilter(Filter):  # type: ignore[misc] # the engine has no annotatio
         if not all(matcher.is_accepting() for matcher in self._matchers):
             allowed &= self._not_eos
         return allowed
+
+    def _was_allowed(self, token: int) -> bool:
+        """Whether a token was sampled from the mask, and not for want of any that is allowed."""
+        return bool(self._mask[token // BITS] >> np.uint32(token % BITS) & 1)
 
     def _fail(self, matcher: LLMatcher) -> None:
         if self._failure is None:

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 from fastapi import APIRouter, Request, Response
 
 from backends.client import EngineClient
-from endpoints.LlamaCpp.types.request import CompletionFields, CompletionRequest, InfillRequest
-from endpoints.LlamaCpp.types.response import Completion
+from endpoints.LlamaCpp.types.request import CompletionFields, InfillRequest, LlamaCppCompletionRequest
+from endpoints.LlamaCpp.types.response import LlamaCppCompletion
 from endpoints.LlamaCpp.utils.codec import CompletionCodec, JsonObject
 from endpoints.LlamaCpp.utils.requests import (
     ReadyPrompt,
@@ -29,11 +29,11 @@ Answer: TypeAlias = JsonObject | list[JsonObject] | EventStream
 
 router = APIRouter(route_class=OpenAIRoute)
 # What a client picks with `response_fields` has no type, so the shape is for the OpenAPI document alone.
-_DOCUMENTED: dict[int | str, dict[str, Any]] = {200: {"model": Completion | list[Completion]}}
+_DOCUMENTED: dict[int | str, dict[str, Any]] = {200: {"model": LlamaCppCompletion | list[LlamaCppCompletion]}}
 
 
 @router.post("/completion", openapi_extra=API, response_model=None, responses=_DOCUMENTED)
-async def completion(body: CompletionRequest, request: Request, response: Response, state: State) -> Answer:
+async def completion(body: LlamaCppCompletionRequest, request: Request, response: Response, state: State) -> Answer:
     """The answer, or a list where there are several prompts."""
     client = state.manager.require()
     return await _answer(body, await completion_prompts(body, client), client, request, response, state)

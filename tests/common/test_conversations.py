@@ -45,6 +45,7 @@ def conversation(roles: str) -> list[Message]:
         ([NO_SYSTEM, TURNS], "suusua", "u(0+1+2+3+4)a(5)"),
         ([USER_FIRST], "au", "u()a(0)u(1)"),
         ([USER_FIRST, NO_SYSTEM], "aus", "u()a(0)u(1+2)"),
+        ([NO_TOOLS], "ssuut", "s(0)s(1)u(2)u(3)u(4)"),
         ([NO_TOOLS], "suutu", "s(0)u(1)u(2)u(3)u(4)"),
         ([NO_TOOLS, TURNS], "suutsu", "s(0)u(1+2+3)s(4)u(5)"),
         ([NO_TOOLS, NO_SYSTEM], "sut", "u(0+1)u(2)"),

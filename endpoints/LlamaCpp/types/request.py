@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias, cast
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 import msgspec
 from pydantic import AliasChoices, BeforeValidator, Field, PlainValidator
 
-from common.sampling import MAX_ANSWERS, NEVER, Bias, NonNegative, RequestModel, SamplingParameters, is_token_id
+from common.sampling import (
+    MAX_ANSWERS,
+    NEVER,
+    Bias,
+    Integer,
+    NonNegative,
+    RequestModel,
+    SamplingParameters,
+    is_token_id,
+)
 from endpoints.OAI.types.common import GenerationFields
 from endpoints.OAI.types.completion import MAX_PROMPTS
 
@@ -60,15 +69,22 @@ SAMPLERS: dict[str, tuple[str, ...]] = {
     "xtc": ("xtc_probability",),
     "adaptive_p": ("adaptive_target",),
 }
-_CUTS = ("top_k", "top_p", "min_p")
+CUTS = ("top_k", "top_p", "min_p")  # of them, those that leave tokens out; the temperature comes before or after
 _NEUTRAL = SamplingParameters()
+
+_GivenBias: TypeAlias = Bias | Literal[False] | None
+_GivenBiases: TypeAlias = dict[str, _GivenBias] | list[tuple[NonNegative | str, _GivenBias]]
+
+
+def _is_bias_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and (isinstance(value[0], str) or is_token_id(value[0]))
 
 
 def _bias_pairs(value: object) -> list[tuple[object, object]]:
     """Of pairs, or of a mapping, in which an id is a string too. False stands for never."""
     if isinstance(value, dict):
         pairs = [(int(key) if str(key).isdecimal() else key, bias) for key, bias in value.items()]
-    elif isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+    elif isinstance(value, list) and all(map(_is_bias_pair, value)):
         pairs = [(token, bias) for token, bias in value]
     else:
         raise ValueError("should map token ids or texts to biases, or be a list of such pairs")
@@ -113,9 +129,11 @@ class CompletionFields(GenerationFields):
     samplers: list[str] | None = Field(
         None, description="Those that are not in it are off. Of the order, only the place of the temperature counts."
     )
-    logit_bias: Annotated[dict[NonNegative, Bias], BeforeValidator(_biases_of_ids)] = Field({})
-    biased_texts: Annotated[dict[str, Bias], BeforeValidator(_biases_of_texts)] = Field(
-        {}, validation_alias="logit_bias", description="A text stands for its tokens."
+    logit_bias: Annotated[
+        dict[NonNegative, Bias], BeforeValidator(_biases_of_ids, json_schema_input_type=_GivenBiases)
+    ] = Field({}, description="By token id or text, which stands for its tokens.")
+    biased_texts: Annotated[dict[str, Bias], BeforeValidator(_biases_of_texts, json_schema_input_type=_GivenBiases)] = (
+        Field({}, validation_alias="logit_bias", description="By token id or text, which stands for its tokens.")
     )
     json_schema: Annotated[Any, BeforeValidator(_any_json)] = Field(None, description="An empty one is any JSON.")
     min_keep: int = 0
@@ -127,7 +145,7 @@ class CompletionFields(GenerationFields):
     return_tokens: bool = Field(False, description="Streams always have them.")
     timings_per_token: bool = False
     response_fields: list[str] = Field([])
-    sse_ping_interval: int | None = Field(None, description="Seconds; -1 for no pings.")
+    sse_ping_interval: Integer | None = Field(None, description="Seconds; -1 for no pings.")
 
     def without_effect(self) -> list[str]:
         own = {"min_keep": self.min_keep > 0, "t_max_predict_ms": self.t_max_predict_ms > 0}
@@ -138,13 +156,13 @@ class CompletionFields(GenerationFields):
         if self.samplers is None:
             return parameters
         off = [field for name in SAMPLERS if name not in self.samplers for field in SAMPLERS[name]]
-        cuts = [self.samplers.index(name) for name in _CUTS if name in self.samplers]
+        cuts = [self.samplers.index(name) for name in CUTS if name in self.samplers]
         last = "temperature" not in self.samplers or self.samplers.index("temperature") > min(cuts, default=-1)
         neutral = {field: getattr(_NEUTRAL, field) for field in off}
         return msgspec.structs.replace(parameters, **neutral, temperature_last=last)
 
 
-class CompletionRequest(CompletionFields):
+class LlamaCppCompletionRequest(CompletionFields):
     prompt: Prompts
 
 

@@ -93,7 +93,7 @@ class Piece(BaseModel):
     completion_probabilities: list[SampledProbability] | None = LEFT_OUT_IF_NONE
 
 
-class Completion(BaseModel):
+class LlamaCppCompletion(BaseModel):
     """A whole answer, and the last event of a streamed one, which has no content.
 
     Attributes:

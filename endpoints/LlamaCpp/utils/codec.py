@@ -12,7 +12,7 @@ from backends.messages import ModelInfo
 from common.generation import Event, Finish, Prefill, SampledLogprob, TextDelta, TokenLogprob
 from endpoints.errors import dump_json
 from endpoints.LlamaCpp.types.request import CompletionFields
-from endpoints.LlamaCpp.types.response import Completion, Piece, SampledProbability, StopType, TokenProbability
+from endpoints.LlamaCpp.types.response import LlamaCppCompletion, Piece, SampledProbability, StopType, TokenProbability
 from endpoints.LlamaCpp.utils.requests import Asked
 from endpoints.LlamaCpp.utils.settings import generation_settings
 from endpoints.LlamaCpp.utils.timings import Stopwatch, timings
@@ -61,7 +61,7 @@ class CompletionCodec:
                 pieces[index] += answer.pieces(event)
         return whole[0] if len(whole) == 1 else [whole[index] for index in sorted(whole)]
 
-    def _selected(self, answer: Completion) -> JsonObject:
+    def _selected(self, answer: LlamaCppCompletion) -> JsonObject:
         """The members that the client wants to see. What a path names stands at the top, under that path."""
         values = answer.model_dump()
         if not self._fields.response_fields:
@@ -116,7 +116,7 @@ class _Answer:
             **values,
         )
 
-    def whole(self, finish: Finish, pieces: Sequence[Piece]) -> Completion:
+    def whole(self, finish: Finish, pieces: Sequence[Piece]) -> LlamaCppCompletion:
         """
         Args:
             pieces: all of them; none where they were sent already.
@@ -130,7 +130,7 @@ class _Answer:
             stop_type, truncated, n_predict = "limit", False, 0
         tokens = [token for piece in pieces for token in piece.tokens]
         probabilities = [entry for piece in pieces for entry in piece.completion_probabilities or []]
-        return Completion(
+        return LlamaCppCompletion(
             index=self._index,
             content="".join(piece.content for piece in pieces),
             tokens=tokens if self._fields.return_tokens else [],

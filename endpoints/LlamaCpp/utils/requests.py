@@ -10,7 +10,7 @@ from backends.messages import ControlToken
 from common.errors import InvalidRequest, Unsupported
 from common.fim import fim_tokens
 from common.generation import Constraint, GenerationRequest, TextSpan
-from endpoints.LlamaCpp.types.request import CompletionFields, CompletionRequest, InfillRequest, Prompt
+from endpoints.LlamaCpp.types.request import CompletionFields, InfillRequest, LlamaCppCompletionRequest, Prompt
 from endpoints.OAI.utils.generation import generation_requests
 from endpoints.state import loaded_info
 
@@ -107,7 +107,7 @@ def _refuse_unsupported(fields: CompletionFields) -> None:
 # --- prompts ------------------------------------------------------------------------------------------------------
 
 
-async def completion_prompts(body: CompletionRequest, client: EngineClient) -> list[ReadyPrompt]:
+async def completion_prompts(body: LlamaCppCompletionRequest, client: EngineClient) -> list[ReadyPrompt]:
     """Raises `InvalidRequest` for token ids outside the vocabulary."""
     return [await _ready(prompt, body.add_bos_token, client) for prompt in body.prompt]
 

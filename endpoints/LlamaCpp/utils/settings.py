@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from backends.messages import ModelInfo
 from common.generation import GenerationRequest
 from common.sampling import NEVER
-from endpoints.LlamaCpp.types.request import CompletionFields
+from endpoints.LlamaCpp.types.request import CUTS, CompletionFields
 from endpoints.LlamaCpp.types.response import GenerationSettings, TokenBias
 
 
@@ -60,8 +60,7 @@ def generation_settings(
 
 def _samplers(fields: CompletionFields, *, temperature_last: bool) -> Iterator[str]:
     """Those that the body leaves on, in the engine's order."""
-    cuts = ("top_k", "top_p", "min_p")
-    chain = (*cuts, "temperature") if temperature_last else ("temperature", *cuts)
+    chain = (*CUTS, "temperature") if temperature_last else ("temperature", *CUTS)
     for name in ("penalties", "dry", *chain, "xtc", "adaptive_p"):
         if fields.samplers is None or name in fields.samplers:
             yield name

@@ -208,7 +208,7 @@ async def test_contradictions_end_one_request_and_leave_the_others(
 ) -> None:
     request: dict[str, Any] = {"constraints": [Constraint("regex", "#{3}[a-z]+", "p")], "sampling": SAMPLED} | fields
     other = asyncio.create_task(constrained(llama, constraint("json_schema", PERSON), seed=3))
-    with pytest.raises(InvalidRequest, match="cannot go on"):
+    with pytest.raises(InvalidRequest, match="every token is ruled out"):
         await answered(llama, "Ada", **request)
     check_person((await other).text)
     assert llama.generator is not None

@@ -280,7 +280,9 @@ def test_biases(server: RunningServer, given: object, biases: dict[int, float]) 
     assert told == {token: None if bias == -1000 else bias for token, bias in biases.items()}
 
 
-@pytest.mark.parametrize("given", [5, ["a"], [[1]], [[1, 2, 3]], [[True, "x"]], [["a", "b"]], [[-1, 1]], {"a": 1001}])
+@pytest.mark.parametrize(
+    "given", [5, ["a"], [[1]], [[1, 2, 3]], [[True, 1]], [[[5], 1]], [[5.5, 1]], [["a", "b"]], [[-1, 1]], {"a": 1001}]
+)
 def test_biases_that_are_none(server: RunningServer, given: object) -> None:
     response = server.http.post("/completion", json={"prompt": "x", "logit_bias": given})
     assert response.status_code == 400
