@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,6 @@ BYTE_TOKENS = list(range(5, 261))  # the alphabet of the tiny models' vocabulary
 COLOURED = SamplingParameters(
     temperature=0.5, top_k=40, top_p=0.9, logit_bias={9: 3.0}, repetition_penalty=1.3, presence_penalty=-1.0
 )
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def llama(tiny_llama: Path) -> AsyncIterator[ExllamaV3Container]:
-    async with loaded(tiny_llama, chunk_size=256) as container:
-        yield container
 
 
 def words(container: ExllamaV3Container) -> list[int]:

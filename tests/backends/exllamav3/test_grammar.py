@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +33,6 @@ PERSON = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def llama(tiny_llama: Path) -> AsyncIterator[ExllamaV3Container]:
-    async with loaded(tiny_llama, chunk_size=256) as container:
-        yield container
 
 
 def constraint(kind: ConstraintKind, text: str | dict[str, Any]) -> Constraint:

@@ -61,11 +61,6 @@ FIM = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 QUICK = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def byte_level(directory: Path) -> HFTokenizer:
     write_tokenizer(directory)
     tokenizer = HFTokenizer.from_file(str(directory / "tokenizer.json"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,6 @@ LIKELY, UNLIKELY = 300, 301
 def two(**parameters: Any) -> SamplingParameters:
     """Only two tokens are left, and one is more likely: 0.97 against 0.03 or so."""
     return SamplingParameters(allowed_tokens=[LIKELY, UNLIKELY], logit_bias={LIKELY: 4.0}, **parameters)
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def llama(tiny_llama: Path) -> AsyncIterator[ExllamaV3Container]:
-    async with loaded(tiny_llama, chunk_size=256) as container:
-        yield container
 
 
 async def tokens(container: ExllamaV3Container, sampling: SamplingParameters, **fields: Any) -> list[int]:

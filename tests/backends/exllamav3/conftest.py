@@ -1,0 +1,22 @@
+"""A loaded model for the tests of a module."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from backends.exllamav3.model import ExllamaV3Container
+from tests.containers import loaded
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def llama(tiny_llama: Path) -> AsyncIterator[ExllamaV3Container]:
+    async with loaded(tiny_llama, chunk_size=256) as container:
+        yield container
