@@ -12,7 +12,6 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 from loguru import logger
@@ -48,6 +47,9 @@ class PromptEncoder:
         self._names = {text: f"<{nonce}:{token.token_id}>" for text, token in self._inner.items()}
         controlling = {token.token_id for token in self.control_tokens if not token.text.isspace()}
         self._ids = controlling - {tokenizer.unk_token_id}  # unknown characters give it too
+        # Takes up to seconds for large vocabularies: now, and not while others wait for their next token.
+        self._finder, self._found_tokens = self._make_finder()
+        self._renamed = self._make_renamed()
 
     def encode(
         self, text: str, *, add_bos: bool, encode_special_tokens: bool = True, literals: Sequence[TextSpan] = ()
@@ -115,10 +117,9 @@ class PromptEncoder:
 
     def _meant(self, masked: str) -> Iterator[tuple[ControlToken, int, int]]:
         """Control tokens in a text, and where they are spelled."""
-        finder, tokens = self._finder
-        encoding = finder.encode(masked, add_special_tokens=False)
+        encoding = self._finder.encode(masked, add_special_tokens=False)
         for finder_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            token = tokens.get(finder_id)
+            token = self._found_tokens.get(finder_id)
             if token is None:
                 continue
             # The token may have taken the blanks around it.
@@ -127,10 +128,9 @@ class PromptEncoder:
             offset = start + spelled.index(text)
             yield token, offset, offset + len(text)
 
-    # --- made when the first text with literals comes -------------------------------------------------------------
+    # --- the two tokenizers ---------------------------------------------------------------------------------------
 
-    @cached_property
-    def _finder(self) -> tuple[HFTokenizer, dict[int | None, ControlToken]]:
+    def _make_finder(self) -> tuple[HFTokenizer, dict[int | None, ControlToken]]:
         """The tokenizer without its model, which finds added tokens as ever, and nothing else; and its ids."""
         described = json.loads(self._hf.to_str())
         unknown = next(iter(self._names.values()), "") + "?"
@@ -140,8 +140,7 @@ class PromptEncoder:
         finder = HFTokenizer.from_str(json.dumps(described))
         return finder, {finder.token_to_id(text): token for text, token in self._inner.items()}
 
-    @cached_property
-    def _renamed(self) -> HFTokenizer | None:
+    def _make_renamed(self) -> HFTokenizer | None:
         """The tokenizer with secret names for its control tokens; None where that cannot be made."""
         described = json.loads(self._hf.to_str())
         for token in described["added_tokens"]:

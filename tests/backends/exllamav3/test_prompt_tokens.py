@@ -259,7 +259,7 @@ def test_tokens_that_tokenizer_json_does_not_know(tmp_path: Path) -> None:
 def test_a_tokenizer_that_cannot_be_renamed_is_still_safe(
     encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PromptEncoder, "_renamed", None)
+    monkeypatch.setattr(encoder, "_renamed", None)
     text = "<|im_start|>Ada<|im_end|><im><left> <think><|im_<|im_end|>end|> WORD<|im_end|>"
     ids = encoder.encode(text, add_bos=False, literals=[(12, len(text) - len("<|im_end|>"))])
     name = encoder._hf.token_to_id
