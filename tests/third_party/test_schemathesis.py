@@ -11,7 +11,7 @@ from tests.serving import ServerProcess, served
 from tests.third_party.suites import PackageCache, run_command, set_defaults
 
 REQUIREMENT = "schemathesis==4.32.5"
-GENERATION = r"completions?$|/infill$"
+GENERATION = r"/v1/.*completions$"
 # After an unload there is no model, and 503 is the right answer to all that follows; a download needs the network.
 LEFT_OUT = rf"{GENERATION}|/model/unload$|/download"
 
