@@ -106,9 +106,7 @@ class PackageCache:
 
         def make(folder: Path) -> None:
             _pip_download(python, requirement, folder, options, variables)
-            with tarfile.open(_only(folder, "*.tar.gz")) as archive:
-                archive.extractall(folder, filter="data")
-            _only(folder, "*.tar.gz").unlink()
+            _unpack(_only(folder, "*.tar.gz"))
 
         return _only(self._once(f"sdist-{name}", [requirement, variables], make), "*/")
 
@@ -120,9 +118,7 @@ class PackageCache:
 
         def make(folder: Path) -> None:
             _run([npm, "pack", requirement, "--silent"], folder=folder)
-            with tarfile.open(_only(folder, "*.tgz")) as archive:
-                archive.extractall(folder, filter="data")
-            _only(folder, "*.tgz").unlink()
+            _unpack(_only(folder, "*.tgz"))
 
         name = requirement.rpartition("@")[0].strip("@").replace("/", "-")
         return self._once(f"npm-{name}", [requirement], make) / "package"
@@ -143,6 +139,15 @@ class PackageCache:
 
 def _python(environment: Path) -> Path:
     return environment / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+
+
+def _unpack(path: Path) -> None:
+    """Put what an archive holds in its place."""
+    with tarfile.open(path) as archive:
+        if hasattr(tarfile, "data_filter"):  # not before Python 3.11.4
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(path.parent)
+    path.unlink()
 
 
 def _only(folder: Path, pattern: str) -> Path:
