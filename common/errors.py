@@ -21,6 +21,7 @@ crosses to the server as an `ErrorRecord` and is raised there as the same leaf.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import msgspec
@@ -205,3 +206,12 @@ def validate_context_requirements(
         )
     room = min(max_seq_len - context_len, cache_capacity - context_len - 1)
     return room if max_tokens <= 0 else min(max_tokens, room)
+
+
+def check_token_ids(tokens: Iterable[int], vocab_size: int, param: str) -> None:
+    """Raise InvalidRequest for an id that the model has no embedding for."""
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"{param} holds token id {token}; ids of this model go from 0 to {vocab_size - 1}.", param=param
+            )

@@ -16,10 +16,13 @@ class FimTokens(NamedTuple):
     middle: str  # where the model goes on; none for models that go on with the prefix
     suffix_first: bool = False
 
+    def parts(self, before: str, after: str) -> list[tuple[str, str]]:
+        """What a prompt consists of, in its order: a control token, and the text that it stands before."""
+        parts = [(self.prefix, before), (self.suffix, after)]
+        return [*(reversed(parts) if self.suffix_first else parts), (self.middle, "")]
+
     def prompt(self, before: str, after: str) -> str:
-        if self.suffix_first:
-            return f"{self.suffix}{after}{self.prefix}{before}{self.middle}"
-        return f"{self.prefix}{before}{self.suffix}{after}{self.middle}"
+        return "".join(control + text for control, text in self.parts(before, after))
 
 
 FAMILIES = (

@@ -22,7 +22,7 @@ from backends.exllamav3.prompt_tokens import PromptEncoder
 from backends.exllamav3.sampler import JobSampler, build_sampler
 from backends.exllamav3.token_bytes import REPLACEMENT, TokenBytes, token_bytes
 from common.config_models import PAGE_TOKENS
-from common.errors import InvalidRequest, Unsupported, validate_context_requirements
+from common.errors import InvalidRequest, Unsupported, check_token_ids, validate_context_requirements
 from common.generation import (
     Echo,
     Event,
@@ -305,7 +305,7 @@ def _prompt_ids(request: GenerationRequest, tokenizer: Tokenizer, encoder: Promp
             literals=request.literals,
         )
     else:
-        check_token_ids(request.prompt, tokenizer, "prompt")
+        check_token_ids(request.prompt, tokenizer.actual_vocab_size, "prompt")
         ids = request.prompt
     if not ids:
         raise InvalidRequest("prompt is empty: the model needs at least one token to start from.", param="prompt")
@@ -331,16 +331,6 @@ def _known_tokens(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
     Biases and bans of such tokens are left out by the engine itself.
     """
     return [token for token in tokens if token < tokenizer.actual_vocab_size]
-
-
-def check_token_ids(tokens: list[int], tokenizer: Tokenizer, param: str) -> None:
-    """Raise InvalidRequest for an id that the model has no embedding for."""
-    size: int = tokenizer.actual_vocab_size
-    for token in tokens:
-        if not 0 <= token < size:
-            raise InvalidRequest(
-                f"{param} holds token id {token}; ids of this model go from 0 to {size - 1}.", param=param
-            )
 
 
 def _id_list(ids: Tensor | None) -> list[int]:

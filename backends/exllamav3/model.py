@@ -32,12 +32,12 @@ from backends.exllamav3.engine import (
     smallest_compute_capability,
     token_tensor,
 )
-from backends.exllamav3.generation import EngineJob, Limits, PromptJob, check_token_ids, start_job
+from backends.exllamav3.generation import EngineJob, Limits, PromptJob, start_job
 from backends.exllamav3.prompt_tokens import PromptEncoder
 from backends.exllamav3.token_bytes import token_bytes
 from backends.messages import LoadProgress, ModelComponent, ModelInfo
 from common.config_models import PAGE_TOKENS, LoadSettings
-from common.errors import InvalidRequest, Unsupported
+from common.errors import InvalidRequest, Unsupported, check_token_ids
 from common.generation import GenerationRequest, TextSpan
 from common.model_folder import model_folder
 
@@ -357,12 +357,12 @@ class ExllamaV3Container:
         )
 
     def decode(self, tokens: list[int], *, decode_special_tokens: bool) -> str:
-        check_token_ids(tokens, self.tokenizer, "tokens")
+        check_token_ids(tokens, self.tokenizer.actual_vocab_size, "tokens")
         (text,) = self.tokenizer.decode(token_tensor(tokens), decode_special_tokens=decode_special_tokens)
         return str(text)
 
     def pieces(self, tokens: list[int]) -> list[bytes]:
-        check_token_ids(tokens, self.tokenizer, "tokens")
+        check_token_ids(tokens, self.tokenizer.actual_vocab_size, "tokens")
         known = token_bytes(self.tokenizer)
         return [known[token] for token in tokens]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from backends.client import EngineClient
 from backends.messages import ControlToken
-from common.errors import InvalidRequest, Unsupported
+from common.errors import Unsupported, check_token_ids
 from common.fim import fim_tokens
 from common.generation import Constraint, GenerationRequest, TextSpan
 from endpoints.LlamaCpp.types.request import CompletionFields, InfillRequest, LlamaCppCompletionRequest, Prompt
@@ -115,17 +115,13 @@ async def completion_prompts(body: LlamaCppCompletionRequest, client: EngineClie
 async def _ready(prompt: Prompt, add_bos: bool | None, client: EngineClient) -> ReadyPrompt:
     if isinstance(prompt, str):
         return ReadyPrompt(prompt, prompt)
-    vocab_size = loaded_info(client).vocab_size
+    check_token_ids([part for part in prompt if isinstance(part, int)], loaded_info(client).vocab_size, "prompt")
     tokens: list[int] = []
     for place, part in enumerate(prompt):
         if isinstance(part, str):
             tokens += await client.encode(part, add_bos=add_bos if place == 0 else False)
-        elif part < vocab_size:
-            tokens.append(part)
         else:
-            raise InvalidRequest(
-                f"prompt holds token id {part}; ids of this model go from 0 to {vocab_size - 1}.", param="prompt"
-            )
+            tokens.append(part)
     return ReadyPrompt(tokens, await client.decode(tokens))
 
 
@@ -142,10 +138,9 @@ def infill_prompt(body: InfillRequest, control_tokens: Sequence[ControlToken]) -
             "trained for it."
         )
     written = _extra_files(body, control_tokens)
-    parts = [(tokens.prefix, body.input_prefix + body.prompt), (tokens.suffix, body.input_suffix)]
-    for control, text in reversed(parts) if tokens.suffix_first else parts:
+    for control, text in tokens.parts(body.input_prefix + body.prompt, body.input_suffix):
         written += [(control, False), (text, True)]
-    return _joined([*written, (tokens.middle, False)])
+    return _joined(written)
 
 
 _Part = tuple[str, bool]  # a text, and whether it is literal
@@ -169,7 +164,7 @@ def _joined(parts: Iterable[_Part]) -> ReadyPrompt:
     text = ""
     literals: list[TextSpan] = []
     for part, literal in parts:
-        if literal:
+        if literal and part:
             literals.append((len(text), len(text) + len(part)))
         text += part
     return ReadyPrompt(text, text, literals)

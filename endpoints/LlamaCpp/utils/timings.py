@@ -7,6 +7,7 @@ import time
 from common.generation import Prefill, Usage
 from endpoints.LlamaCpp.types.response import Timings
 from endpoints.OAI.types.common import PromptProgress
+from endpoints.OAI.utils.generation import prompt_progress
 
 
 class Stopwatch:
@@ -30,13 +31,7 @@ class Stopwatch:
 
     def prefill(self, index: int, event: Prefill) -> PromptProgress:
         self._cached_tokens = event.cached_tokens
-        return PromptProgress(
-            index=index,
-            total=event.total_tokens,
-            cache=event.cached_tokens,
-            processed=event.done_tokens,
-            time_ms=round((time.monotonic() - self._started) * 1000),
-        )
+        return prompt_progress(index, event, time.monotonic() - self._started)
 
     def count(self, tokens: int) -> None:
         """Tokens of the answer have come."""

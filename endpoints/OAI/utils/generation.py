@@ -206,7 +206,9 @@ class Codec(ABC, Generic[P, R, C]):
                     usage = self._tally.usage_of(index) if options.usage_so_far else None
                     yield self.chunk([piece], usage=usage).model_dump_json()
             elif self._fields.shows_progress:
-                yield self.chunk([], progress=_progress(index, event, time.monotonic() - started)).model_dump_json()
+                yield self.chunk(
+                    [], progress=prompt_progress(index, event, time.monotonic() - started)
+                ).model_dump_json()
         if options.include_usage:
             yield self.chunk([], usage=self._tally.usage()).model_dump_json()
 
@@ -236,7 +238,7 @@ def how_it_ended(finish: Finish) -> dict[str, Any]:
     }
 
 
-def _progress(index: int, event: Prefill, seconds: float) -> PromptProgress:
+def prompt_progress(index: int, event: Prefill, seconds: float) -> PromptProgress:
     return PromptProgress(
         index=index,
         total=event.total_tokens,
