@@ -16,6 +16,7 @@ from common.sampling import SamplingParameters
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 TextSpan: TypeAlias = tuple[int, int]  # characters [start, end) of a text
 ConstraintKind: TypeAlias = Literal["json_schema", "regex", "lark", "gbnf"]
+DialectName: TypeAlias = Literal["tags", "harmony", "glimmer"]  # see common.parsing.dialect
 
 
 class Constraint(msgspec.Struct, frozen=True):
@@ -24,6 +25,18 @@ class Constraint(msgspec.Struct, frozen=True):
     kind: ConstraintKind
     text: str  # a JSON schema as JSON, a regular expression in Rust's syntax, or a grammar
     param: str  # path of the request's field that asked for it, for errors
+    frame: str | None = None  # a Lark grammar of the whole answer, in which the text stands as @answer; None: it is all
+
+
+class Thoughts(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model marks its thoughts in an answer, and how long they may be."""
+
+    dialect: DialectName
+    start: str = ""  # the tags, in the dialect "tags"
+    end: str = ""
+    inside: bool = False  # the prompt ends inside a thought
+    budget: int | None = None  # tokens after which thoughts are ended; None: no limit
+    message: str = ""  # text put at the end of a thought that has reached the budget
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +56,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_healing: bool = False
     logprobs: int | None = None  # None: off; 0: of the sampled token; k: and of the k most likely
     constraints: list[Constraint] = []  # all hold at once
+    thoughts: Thoughts | None = None  # None: they are not told apart
     echo: bool = False  # report the prompt first, with its log-probabilities where `logprobs` asks for them
     prompt_only: bool = False  # generate nothing: the echo, then a Finish
 
@@ -65,6 +79,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int
     completion_tokens: int
+    reasoning_tokens: int = 0  # of completion_tokens, those of thoughts
     cached_tokens: int = 0  # of prompt_tokens, those not processed again
     accepted_draft_tokens: int = 0
     rejected_draft_tokens: int = 0
@@ -95,6 +110,28 @@ class TextDelta(msgspec.Struct, frozen=True, tag=True):
     logprobs: list[SampledLogprob] = []
 
 
+class ReasoningDelta(msgspec.Struct, frozen=True, tag=True):
+    """A piece of a thought. This event and the next two come from `common.parsing`, not from an engine."""
+
+    text: str
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, tag=True):
+    """A piece of a call. The first of a call has its id and name; the arguments of all joined are a JSON object."""
+
+    index: int  # of the call in the answer
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class ToolCallEnd(msgspec.Struct, frozen=True, tag=True):
+    """No more of a call. One that is broken off is none: its text follows as a TextDelta, its arguments are no JSON."""
+
+    index: int
+    complete: bool
+
+
 class Finish(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The last event of an answer."""
 
@@ -104,5 +141,5 @@ class Finish(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stop_sequence: str | None = None  # the stop string or token text that ended the answer
 
 
-Event: TypeAlias = Prefill | Echo | TextDelta | Finish
+Event: TypeAlias = Prefill | Echo | TextDelta | ReasoningDelta | ToolCallDelta | ToolCallEnd | Finish
 EventStream: TypeAlias = AsyncIterator[Event]  # ends with a Finish, or raises a `common.errors.ServerError`
