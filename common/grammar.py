@@ -30,24 +30,27 @@ NAMES: dict[ConstraintKind, str] = {
 _BEYOND = re.compile(r"nimplemented|not supported|Unknown format|cannot be enforced|too (large|complex)|fuel|limit")
 
 
-def check_constraint(constraint: Constraint) -> None:
+def check_constraint(constraint: Constraint, name: str | None = None) -> None:
     """Raise for what cannot be compiled or enforced. Blocks, for a moment where the text is new.
 
     Only what hangs on the model's tokenizer is left to the engine, such as a grammar that names its special tokens.
+
+    Args:
+        name: of what the user has given, where that is something else than the constraint.
 
     Raises:
         InvalidRequest: the text is wrong.
         Unsupported: it is right, but asks for what cannot be enforced, or for too much.
     """
-    name = NAMES[constraint.kind]
-    if len(constraint.text) > MOST_CHARACTERS:
+    name = name or NAMES[constraint.kind]
+    length = len(constraint.text) + len(constraint.frame or "")
+    if length > MOST_CHARACTERS:
         raise Unsupported(
-            f"{constraint.param}: a {name} may have up to {MOST_CHARACTERS} characters; "
-            f"this one has {len(constraint.text)}.",
+            f"{constraint.param}: a {name} may have up to {MOST_CHARACTERS} characters; this one has {length}.",
             param=constraint.param,
         )
     try:
-        problem = _problem(constraint.kind, constraint.text)
+        problem = _problem(constraint.kind, constraint.text, constraint.frame)
     except subprocess.TimeoutExpired:
         problem = "it is too complex: it takes too long to compile."
     if problem:
@@ -72,12 +75,12 @@ def choice_constraint(choices: Sequence[str], param: str) -> Constraint:
     return Constraint("lark", "start: " + " | ".join(json.dumps(choice) for choice in choices), param)
 
 
-@lru_cache(maxsize=64)  # clients send the same few over and over
-def _problem(kind: ConstraintKind, text: str) -> str:
+@lru_cache(maxsize=256)  # clients send the same few over and over
+def _problem(kind: ConstraintKind, text: str, frame: str | None) -> str:
     """What is wrong, in one line; nothing where all is well. Raises `subprocess.TimeoutExpired`, which is not kept."""
     compiler = subprocess.run(
-        [sys.executable, "-m", "common.grammar_compiler", kind],
-        input=text.encode(errors="surrogatepass"),
+        [sys.executable, "-m", "common.grammar_compiler"],
+        input=json.dumps([kind, text, frame]).encode(),
         capture_output=True,
         cwd=PROJECT_ROOT,
         timeout=MOST_SECONDS,

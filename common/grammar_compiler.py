@@ -1,8 +1,8 @@
 """Schemas, regular expressions and grammars -> what llguidance takes; and what is wrong with them.
 
-Run as a program (`python -m common.grammar_compiler`, a `ConstraintKind` as its argument, the text on stdin), it prints
-the answer of `problem_of()`. That is how a server checks what a client sent: some texts keep the compiler busy for ever
-or fill the memory, and a process can be ended. It therefore imports little.
+Run as a program (`python -m common.grammar_compiler`, JSON of a list on stdin: kind, text and frame of a `Constraint`),
+it prints the answer of `problem_of()`. That is how a server checks what a client sent: some texts keep the compiler
+busy for ever or fill the memory, and a process can be ended. It therefore imports little.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
+from common.json_schema import prepare
 
 if TYPE_CHECKING:
     from common.generation import ConstraintKind
@@ -22,17 +23,6 @@ if TYPE_CHECKING:
 # What compiling one constraint may cost, in the engine process too, where everybody waits meanwhile.
 LIMITS = LLParserLimits(initial_lexer_fuel=200_000, verbose_errors=False)
 MOST_CPU_SECONDS = 2.0
-
-# A model that is free to write blanks may do so for ever; this lets it indent.
-WHITESPACE = r"[ \t]{1,32}|\r?\n[ \t]{0,32}"
-# Without \u, with which a key could be spelled in a second way, past the schema of the first.
-ESCAPES = 'nrtbf\\"'
-_NEEDS_OTHER_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-
-# Keywords of a JSON schema below which there are schemas: one, a list, or a mapping of them.
-SCHEMA_KEYWORDS = ("items", "additionalItems", "additionalProperties", "not", "contains", "if", "then", "else")
-SCHEMA_LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _LARK_TOKEN = re.compile(r"<[^<>\s]+>")
@@ -42,32 +32,26 @@ _NO_TOKENIZER = "no tokenizer"
 _NOTHING_MATCHES = "NoExtension"
 
 
-def to_llguidance(kind: ConstraintKind, text: str) -> str:
-    """The grammar for an `LLMatcher`.
+def to_llguidance(kind: ConstraintKind, text: str, frame: str | None = None) -> str:
+    """The grammar for an `LLMatcher`, of the members of a `Constraint`.
 
     Raises:
         ValueError: the text cannot be read, or asks for what would not be enforced. Not all that is wrong is found
             here, see `problem_of()`.
     """
-    if kind == "json_schema":
-        return _json_schema(text)
-    if kind == "gbnf":
-        mended = _GBNF_ESCAPE.sub(_gbnf_character, text)
-        try:
-            return grammar_from("gbnf", mended)
-        except ValueError as error:
-            raise ValueError(str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")) from error
-    return grammar_from(kind, text)
+    answer = _grammar(kind, text)
+    grammars = [answer] if frame is None else [{"lark_grammar": frame}, {"name": "answer", **answer}]
+    return json.dumps({"grammars": grammars})
 
 
-def problem_of(kind: ConstraintKind, text: str) -> str | None:
+def problem_of(kind: ConstraintKind, text: str, frame: str | None = None) -> str | None:
     """Why nothing can be made to match the text; None where all is well, as far as that does not hang on a tokenizer.
 
     May take for ever.
     """
     started = time.process_time()
     try:
-        grammar = to_llguidance(kind, text)
+        grammar = to_llguidance(kind, text, frame)
     except ValueError as error:
         return str(error)
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
@@ -86,94 +70,28 @@ def problem_of(kind: ConstraintKind, text: str) -> str | None:
     return None
 
 
-# --- JSON schemas -------------------------------------------------------------------------------------------------
-
-
-def _json_schema(text: str) -> str:
-    try:
-        schema = json.loads(text)
-        if isinstance(schema, bool):
-            schema = {"allOf": [schema]}
-        if not isinstance(schema, dict):
-            raise ValueError("it must be an object or a boolean")
-        for part in _schemas(schema):
-            _prepare(part)
-        prepared = json.dumps(schema)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    return LLMatcher.grammar_from_json_schema(
-        prepared,
-        overrides={
-            "whitespace_pattern": WHITESPACE,
-            "json_allowed_escapes": ESCAPES,
-            "lenient": False,
-            "coerce_one_of": False,
-        },
-    )
-
-
-def _schemas(root: Any) -> Iterator[dict[str, Any]]:
-    """A schema and all those inside it."""
-    pending = [root]
-    while pending:
-        schema = pending.pop()
-        if not isinstance(schema, dict):
-            continue
-        yield schema
-        pending += [schema[key] for key in SCHEMA_KEYWORDS if key in schema]
-        for key in SCHEMA_LIST_KEYWORDS:
-            if isinstance(schema.get(key), list):
-                pending += schema[key]
-        for key in SCHEMA_MAP_KEYWORDS:
-            if isinstance(schema.get(key), dict):
-                pending += schema[key].values()
-
-
-def _prepare(schema: dict[str, Any]) -> None:
-    """Leave out keywords that ask for nothing, which llguidance refuses, and refuse what it does not see.
-
-    Generators of schemas write such keywords: zod's records have property names of type string.
-    """
-    if schema.get("uniqueItems") is False:
-        del schema["uniqueItems"]
-    if schema.get("propertyNames") in (True, {}, {"type": "string"}):
-        del schema["propertyNames"]
-    for text in _strings([schema.get("enum"), schema.get("const"), schema.get("required"), *_keys(schema)]):
-        if _NEEDS_OTHER_ESCAPE.search(text):
-            raise ValueError(f"the control character in {json.dumps(text)} is not supported")
-    least, required = schema.get("minProperties"), schema.get("required", [])
-    closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-    if (
-        isinstance(least, int)
-        and isinstance(required, list)
-        and not closed
-        and least > len(set(map(str, required))) + 1
-    ):
-        raise ValueError(
-            f"minProperties {least} cannot be enforced, since an object may repeat a key. Name the properties in "
-            "required, or set additionalProperties to false"
-        )
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Those in a JSON value."""
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, list):
-            pending += item
-        elif isinstance(item, dict):
-            pending += [*item, *item.values()]
-
-
-def _keys(schema: dict[str, Any]) -> list[str]:
-    properties = schema.get("properties")
-    return list(properties) if isinstance(properties, dict) else []
-
-
-# --- the other kinds ----------------------------------------------------------------------------------------------
+def _grammar(kind: ConstraintKind, text: str) -> dict[str, Any]:
+    """A member of the list of grammars that llguidance takes."""
+    match kind:
+        case "json_schema":
+            try:
+                given = json.loads(text)
+            except RecursionError as error:
+                raise ValueError("it is nested too deeply") from error
+            return {"json_schema": prepare(given)}
+        case "lark":
+            return {"lark_grammar": text}
+        case "regex":
+            grammar: dict[str, Any] = json.loads(grammar_from("regex", text))
+            (only,) = grammar["grammars"]
+            return {"lark_grammar": only["lark_grammar"]}
+        case "gbnf":
+            mended = _GBNF_ESCAPE.sub(_gbnf_character, text)
+            try:
+                return {"lark_grammar": grammar_from("gbnf", mended)}
+            except ValueError as error:
+                reason = str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")
+                raise ValueError(reason) from error
 
 
 def _gbnf_character(escape: re.Match[str]) -> str:
@@ -207,9 +125,8 @@ def _byte_tokenizer(special: list[str]) -> LLTokenizer:
 
 
 def _main() -> None:
-    kind: Any = sys.argv[1]
-    text = sys.stdin.buffer.read().decode(errors="surrogatepass")
-    sys.stdout.buffer.write((problem_of(kind, text) or "").encode(errors="replace"))
+    kind, text, frame = json.load(sys.stdin.buffer)
+    sys.stdout.buffer.write((problem_of(kind, text, frame) or "").encode(errors="replace"))
 
 
 if __name__ == "__main__":

@@ -127,6 +127,7 @@ class GrammarFilter(Filter):  # type: ignore[misc] # the engine has no annotatio
         return bool(self._mask[token // BITS] >> np.uint32(token % BITS) & 1)
 
     def _fail(self, matcher: LLMatcher) -> None:
+        _compiled.cache_clear()  # all copies of a matcher share a lexer, which gives up for good
         if self._failure is None:
             self._failure = f"it no longer fits the schema or grammar ({matcher.get_error().strip()})."
 
@@ -159,7 +160,7 @@ def _matcher(vocabulary: LLTokenizer, constraint: Constraint) -> LLMatcher:
 @lru_cache(maxsize=16)  # clients send the same few over and over
 def _compiled(vocabulary: LLTokenizer, constraint: Constraint) -> LLMatcher:
     try:
-        grammar = to_llguidance(constraint.kind, constraint.text)
+        grammar = to_llguidance(constraint.kind, constraint.text, constraint.frame)
     except ValueError as error:
         raise InvalidRequest(f"{constraint.param}: {error}", param=constraint.param) from error
     return LLMatcher(vocabulary, grammar, limits=LIMITS, log_level=0)

@@ -21,8 +21,8 @@ NUMBER = {"type": "integer"}
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
-def matches(kind: ConstraintKind, constraint: str, text: str) -> bool:
-    matcher = LLMatcher(_byte_tokenizer([]), to_llguidance(kind, constraint), log_level=0)
+def matches(kind: ConstraintKind, constraint: str, text: str, frame: str | None = None) -> bool:
+    matcher = LLMatcher(_byte_tokenizer([]), to_llguidance(kind, constraint, frame), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     given = list(text.encode())
     return bool(matcher.try_consume_tokens(given) == len(given) and matcher.is_accepting())
@@ -167,6 +167,27 @@ def test_special_tokens_are_for_the_engine_to_judge(text: str) -> None:
     assert problem_of("lark", text) is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "good", "bad"),
+    [
+        ("json_schema", json.dumps({"type": "integer"}), "12", "x"),
+        ("regex", "[/a]+", "a/", "b"),
+        ("lark", 'start: b+\nb: "x" C\nC: /[0-9]/', "x1x2", "x"),
+        ("gbnf", 'root ::= item{2}\nitem ::= [0-9] | "\\u00e9"', "1é", "1"),
+    ],
+)
+def test_a_frame_stands_around_every_kind(kind: ConstraintKind, text: str, good: str, bad: str) -> None:
+    frame = 'start: "<" b? @answer ">"\nb: /[ \\n]{1,3}/'
+    assert problem_of(kind, text, frame) is None
+    assert matches(kind, text, f"<{good}>", frame)
+    assert matches(kind, text, f"<\n\n {good}>", frame)
+    for wrong in (good, f"<{bad}>", f"<{good}", "<>"):
+        assert not matches(kind, text, wrong, frame)
+    assert problem_of(kind, text, "start: @other") is not None
+    with pytest.raises(InvalidRequest, match="p: this"):
+        check_constraint(Constraint(kind, text, "p", frame="start: ("))
+
+
 def test_a_choice_is_one_of_the_texts() -> None:
     choices = ["a", "ab", 'é😀\n"\\', "/x/i", "<b>"]
     constraint = choice_constraint(choices, "p")
@@ -186,6 +207,8 @@ def test_a_constraint_is_checked_before_anything_is_generated() -> None:
         check_constraint(Constraint("regex", "[a-", "regex_pattern"))
     assert invalid.value.param == "regex_pattern"
     assert "\n" not in invalid.value.message
+    with pytest.raises(InvalidRequest, match="p: this set of tools cannot be used"):
+        check_constraint(Constraint("regex", "[a-", "p"), "set of tools")
 
 
 def test_a_text_that_is_too_long_is_refused() -> None:

@@ -9,14 +9,22 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from backends.exllamav3.grammar import GrammarFilter
+from backends.exllamav3.grammar import GrammarFilter, _compiled
 from backends.exllamav3.model import ExllamaV3Container
 from common.config_models import DraftModelConfig
 from common.errors import InvalidRequest
-from common.generation import Constraint, ConstraintKind
+from common.generation import Constraint, ConstraintKind, Thoughts
 from common.grammar import choice_constraint, json_object_constraint
+from common.parsing.answer import AnswerParser
+from common.parsing.dialect import CallRules, ReadOptions
+from common.parsing.formats.base import Tool, Tools
+from common.parsing.formats.registry import format_named
+from common.parsing.grammar import answer_constraints
+from common.parsing.pieces import CallArguments, CallBegin, CallEnd
+from common.parsing.tags import TagDialect
 from common.sampling import SamplingParameters
 from tests.containers import Answer, answered, loaded
 from tests.models import EOS_ID, SPECIAL_TOKENS
@@ -220,6 +228,7 @@ async def test_a_grammar_that_becomes_too_complex_ends_one_request(
     with pytest.raises(InvalidRequest, match="no longer fits"):
         await constrained(llama, constraint("regex", "a{50}"))
     monkeypatch.undo()
+    assert _compiled.cache_info().currsize == 0  # what went wrong is not kept for others
     assert (await constrained(llama, constraint("regex", "a{50}"))).text == "a" * 50
 
 
@@ -233,6 +242,78 @@ def test_what_only_the_tokenizer_can_tell_is_refused_at_the_start(llama: Exllama
 async def test_a_grammar_may_name_control_tokens(llama: ExllamaV3Container) -> None:
     answer = await constrained(llama, constraint("lark", 'start: "a" <|im_start|> "b"'))
     assert answer.text == "a<|im_start|>b"
+
+
+THINK = ("<think>", "</think>")
+
+
+def special_tokens(container: ExllamaV3Container) -> dict[str, int]:
+    return {token.text: token.token_id for token in container.encoder.control_tokens if token.special}
+
+
+def after_thought(container: ExllamaV3Container, *, in_thought: bool) -> list[Constraint]:
+    return answer_constraints(
+        TagDialect(THINK, []),
+        [constraint("regex", "[0-9]{4}")],
+        None,
+        in_thought=in_thought,
+        special_tokens=special_tokens(container),
+    )
+
+
+async def test_a_thought_that_the_prompt_has_opened_is_free(llama: ExllamaV3Container) -> None:
+    thoughts = Thoughts(dialect="tags", start=THINK[0], end=THINK[1], inside=True, budget=5)
+    answer = await constrained(llama, *after_thought(llama, in_thought=True), prompt="Hm <think>", thoughts=thoughts)
+    thought, tag, text = answer.text.partition("</think>")
+    assert thought
+    assert tag
+    assert re.fullmatch(r"\s*[0-9]{4}", text)
+    assert answer.finish.eos_reason == "end_filter"
+    assert answer.finish.usage.reasoning_tokens >= 5
+
+
+@pytest.mark.parametrize("opened", [True, False])
+async def test_a_thought_that_the_model_opens_is_free(llama: ExllamaV3Container, opened: bool) -> None:
+    likely = dict.fromkeys(pieces_with(llama, "<" if opened else "12"), 50.0)
+    thoughts = Thoughts(dialect="tags", start=THINK[0], end=THINK[1], budget=9)
+    answer = await constrained(
+        llama,
+        *after_thought(llama, in_thought=False),
+        sampling=SamplingParameters(temperature=1.0, logit_bias=likely),
+        thoughts=thoughts,
+    )
+    assert re.fullmatch(r"<think><+\s*</think>\s*[0-9]{4}" if opened else "[12]{4}", answer.text)
+    assert answer.finish.eos_reason == "end_filter"
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_model_that_knows_nothing_makes_the_call_that_it_has_to(llama: ExllamaV3Container, seed: int) -> None:
+    format = format_named("hermes")
+    assert format is not None
+    tools = [Tool("save", PERSON), Tool("stop", {"type": "object", "additionalProperties": False})]
+    dialect = TagDialect(None, [format])
+    rules = CallRules(tools, required=True, many=False)
+    constraints = answer_constraints(dialect, [], rules, in_thought=False, special_tokens=special_tokens(llama))
+    answer = await constrained(llama, *constraints, seed=seed)
+    parser = AnswerParser(dialect, ReadOptions(Tools(tools)))
+    begin, *arguments, end = [*parser.feed(answer.text), *parser.end("complete")]
+    assert isinstance(begin, CallBegin)
+    assert end == CallEnd(complete=True)
+    written = "".join(piece.text for piece in arguments if isinstance(piece, CallArguments))
+    if begin.name == "save":
+        check_person(written)
+    else:
+        assert json.loads(written) == {}
+    assert answer.finish.eos_reason == "end_filter"
+
+
+async def test_a_frame_is_part_of_what_is_compiled_once(llama: ExllamaV3Container) -> None:
+    digits = constraint("regex", "[0-9]{2}")
+    for open, close in ("()", "[]"):
+        framed = msgspec.structs.replace(digits, frame=f'start: "{open}" @answer "{close}"')
+        answer = await constrained(llama, framed)
+        assert re.fullmatch(re.escape(open) + "[0-9]{2}" + re.escape(close), answer.text)
+    assert re.fullmatch("[0-9]{2}", (await constrained(llama, digits)).text)
 
 
 @pytest.fixture
