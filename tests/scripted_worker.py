@@ -3,7 +3,8 @@
     python -m tests.scripted_worker SCRIPT
 
 SCRIPT is the path of a JSON `Script`. A token is a character, its id the code point; the most likely others are those
-that follow it. Every request that arrives is appended to SCRIPT + ".history", one JSON `GenerationRequest` a line.
+that follow it. A thought that has spent its budget is ended as by the real engine, and what the script has left of it
+is skipped. Every request that arrives is appended to SCRIPT + ".history", one JSON `GenerationRequest` a line.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -32,9 +34,11 @@ from common.generation import (
     SampledLogprob,
     TextDelta,
     TextSpan,
+    Thoughts,
     TokenLogprob,
     Usage,
 )
+from common.parsing.thoughts import ThoughtTracker, ending
 
 FOREVER = 3600.0
 
@@ -85,6 +89,7 @@ class ScriptedJob:
         self._request = request
         self._prompt = prompt
         self._max_tokens = 0 if request.prompt_only else max_tokens
+        self._thoughts = None if request.thoughts is None else ScriptedThoughts(request.thoughts)
 
     async def events(self) -> AsyncIterator[Event]:
         play = self._play
@@ -106,14 +111,14 @@ class ScriptedJob:
                 raise RuntimeError("the script says: fail")
             if index == play.hang_after:
                 await asyncio.sleep(FOREVER)
-            if not chunk or not self._max_tokens:
+            if not chunk or produced == self._max_tokens:
                 break
             await asyncio.sleep(play.delay)
-            text = chunk[: self._max_tokens - produced]
+            characters = chunk if self._thoughts is None else self._thoughts.play(chunk)
+            text = "".join(islice(characters, self._max_tokens - produced))
             produced += len(text)
-            yield TextDelta(text, _ids(text), [] if self._request.logprobs is None else self._logprobs(text))
-            if len(text) < len(chunk):
-                break
+            if text:
+                yield TextDelta(text, _ids(text), [] if self._request.logprobs is None else self._logprobs(text))
         length = produced == self._max_tokens
         yield Finish(
             reason="length" if length else play.finish,
@@ -122,6 +127,7 @@ class ScriptedJob:
             usage=Usage(
                 prompt_tokens=self.prompt_tokens,
                 completion_tokens=produced,
+                reasoning_tokens=0 if self._thoughts is None else self._thoughts.tokens,
                 cached_tokens=play.cached_tokens,
                 accepted_draft_tokens=play.draft_tokens[0],
                 rejected_draft_tokens=play.draft_tokens[1],
@@ -139,6 +145,39 @@ class ScriptedJob:
 
     async def cancel(self) -> None:
         pass
+
+
+class ScriptedThoughts:
+    """What is played of a script whose thoughts have a budget."""
+
+    def __init__(self, thoughts: Thoughts) -> None:
+        self._ending = ending(thoughts)
+        self._script = ThoughtTracker(thoughts)
+        self._played = ThoughtTracker(thoughts)
+        self._skips = False
+
+    @property
+    def tokens(self) -> int:
+        """Of thoughts, in what was played so far."""
+        return self._played.tokens
+
+    def play(self, chunk: str) -> Iterator[str]:
+        for scripted in chunk:
+            if self._played.spent:
+                self._skips = True
+                yield from map(self._play, self._ending)
+            self._script.feed(_raw(scripted))
+            if not self._skips:
+                yield self._play(scripted)
+            self._skips = self._skips and self._script.thinking
+
+    def _play(self, character: str) -> str:
+        self._played.feed(_raw(character))
+        return character
+
+
+def _raw(character: str) -> bytes:
+    return character.encode("utf-8", "surrogatepass")
 
 
 def _ids(text: str) -> list[int]:
@@ -226,7 +265,7 @@ class ScriptedContainer:
         return "".join(map(chr, tokens))
 
     def pieces(self, tokens: list[int]) -> list[bytes]:
-        return [chr(token).encode("utf-8", "surrogatepass") for token in tokens]
+        return [_raw(chr(token)) for token in tokens]
 
     def broken(self) -> bool:
         return False

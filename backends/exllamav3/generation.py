@@ -20,6 +20,7 @@ from backends.exllamav3.grammar import GrammarFilter
 from backends.exllamav3.logprobs import prompt_logprobs
 from backends.exllamav3.prompt_tokens import PromptEncoder
 from backends.exllamav3.sampler import JobSampler, build_sampler
+from backends.exllamav3.thoughts import ThoughtBudget
 from backends.exllamav3.token_bytes import REPLACEMENT, TokenBytes, token_bytes
 from common.config_models import PAGE_TOKENS
 from common.errors import InvalidRequest, Unsupported, check_token_ids, validate_context_requirements
@@ -31,8 +32,10 @@ from common.generation import (
     Prefill,
     SampledLogprob,
     TextDelta,
+    Thoughts,
     Usage,
 )
+from common.parsing.thoughts import ThoughtTracker, ending
 
 # A loop is a string that fills the detection window at least this many times.
 LOOP_REPETITIONS = 2
@@ -86,9 +89,11 @@ def start_job(
         return PromptJob(prompt_tokens, echo)
 
     window = request.sampling.loop_detect_window
+    budget = _thought_budget(request.thoughts, tokenizer, encoder, tokens)
     # The engine keeps the token that it heals out of its filters, so what that adds to the prompt could be anything.
-    healed = _healed_token(ids, tokenizer) if request.token_healing and not request.constraints else None
-    sampler = build_sampler(request.sampling, tokenizer, eos_token_ids, top_logprobs=request.logprobs)
+    filtered = bool(request.constraints) or budget is not None
+    healed = _healed_token(ids, tokenizer) if request.token_healing and not filtered else None
+    sampler = build_sampler(request.sampling, tokenizer, eos_token_ids, top_logprobs=request.logprobs, budget=budget)
     grammar = None
     if request.constraints:
         grammar = GrammarFilter(tokenizer, request.constraints, eos_token_ids, sampler.banned)
@@ -99,7 +104,7 @@ def start_job(
             max_new_tokens=max_new_tokens,
             min_new_tokens=request.min_tokens,
             sampler=sampler,
-            filters=[grammar] if grammar is not None else None,
+            filters=[filter for filter in (grammar, budget) if filter is not None],
             seed=request.seed,
             stop_conditions=[*request.stop_strings, *_known_tokens(request.stop_tokens, tokenizer), *eos_token_ids],
             decode_special_tokens=True,  # the parsers of reasoning and tool calls look for them
@@ -112,7 +117,7 @@ def start_job(
     except AssertionError as error:  # the engine's check of a job, such as of the length of banned strings
         raise InvalidRequest(f"The engine cannot serve this request: {error}") from error
     prefix = b"" if healed is None else tokens[healed]
-    return EngineJob(request, job, prompt_tokens, sampler, grammar, tokens, echo, prefix)
+    return EngineJob(request, job, prompt_tokens, sampler, grammar, budget, tokens, echo, prefix)
 
 
 class PromptJob:
@@ -143,6 +148,7 @@ class EngineJob:
         prompt_tokens: int,
         sampler: JobSampler,
         grammar: GrammarFilter | None,
+        budget: ThoughtBudget | None,
         tokens: TokenBytes,
         echo: PromptEcho | None,
         healed: bytes,
@@ -153,6 +159,8 @@ class EngineJob:
         self._job = job
         self._sampler = sampler
         self._grammar = grammar
+        self._budget = budget
+        self._thoughts = ThoughtTracker(request.thoughts) if request.thoughts is not None else None
         self._tokens = tokens
         self._echo = echo
         self._healed = healed
@@ -167,6 +175,8 @@ class EngineJob:
         async for result in self._job:
             if self._grammar is not None:
                 self._grammar.check()
+            if self._budget is not None:
+                self._budget.check()
             self._sampler.check()
             if result["stage"] == "streaming":
                 generating = True
@@ -226,15 +236,25 @@ class EngineJob:
             token_ids = token_ids[: len(raws)]
         delta = TextDelta(text=text, token_ids=token_ids, logprobs=self._logprobs(token_ids, raws))
         self._position += len(token_ids)
+        self._follow_thoughts(raws)
         if token_ids:
             self._healed = b""
-        return delta, _finish(result, eos_reason, stop_sequence) if eos_reason is not None else None
+        if eos_reason is None:
+            return delta, None
+        reasoning_tokens = 0 if self._thoughts is None else self._thoughts.tokens
+        return delta, _finish(result, eos_reason, stop_sequence, reasoning_tokens)
 
     def _raws(self, token_ids: list[int]) -> list[bytes]:
         raws = [self._tokens[token_id] for token_id in token_ids]
         if self._healed and raws:
             raws[0] = raws[0].removeprefix(self._healed)
         return raws
+
+    def _follow_thoughts(self, raws: list[bytes]) -> None:
+        if self._thoughts is not None:
+            for index, raw in enumerate(raws):
+                # A healed token is one of the prompt, and so not among those of the answer that the engine counts.
+                self._thoughts.feed(raw, counts=index > 0 or not self._healed)
 
     def _logprobs(self, token_ids: list[int], raws: list[bytes]) -> list[SampledLogprob]:
         if self._request.logprobs is None:
@@ -312,6 +332,14 @@ def _prompt_ids(request: GenerationRequest, tokenizer: Tokenizer, encoder: Promp
     return token_tensor(ids)
 
 
+def _thought_budget(
+    thoughts: Thoughts | None, tokenizer: Tokenizer, encoder: PromptEncoder, tokens: TokenBytes
+) -> ThoughtBudget | None:
+    if thoughts is None or thoughts.budget is None:
+        return None
+    return ThoughtBudget(tokenizer, thoughts, encoder.encode(ending(thoughts), add_bos=False), tokens)
+
+
 def _healed_token(ids: Tensor, tokenizer: Tokenizer) -> int | None:
     """The last prompt token, if one that begins with the same text may take its place; None where that cannot be.
 
@@ -374,7 +402,7 @@ def cut_to_length(raws: list[bytes], length: int) -> list[bytes]:
     return kept
 
 
-def _finish(result: dict[str, Any], eos_reason: str, stop_sequence: str | None) -> Finish:
+def _finish(result: dict[str, Any], eos_reason: str, stop_sequence: str | None, reasoning_tokens: int) -> Finish:
     return Finish(
         reason="length" if eos_reason == "max_new_tokens" else "stop",
         eos_reason=eos_reason,
@@ -382,6 +410,7 @@ def _finish(result: dict[str, Any], eos_reason: str, stop_sequence: str | None) 
         usage=Usage(
             prompt_tokens=result["prompt_tokens"],
             completion_tokens=result["new_tokens"],
+            reasoning_tokens=reasoning_tokens,
             cached_tokens=result["cached_tokens"],
             accepted_draft_tokens=result.get("accepted_draft_tokens", 0),
             rejected_draft_tokens=result.get("rejected_draft_tokens", 0),

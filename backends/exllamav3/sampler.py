@@ -30,6 +30,7 @@ from backends.exllamav3.engine import (
     token_tensor,
 )
 from backends.exllamav3.logprobs import Scores, log_distribution, score
+from backends.exllamav3.thoughts import ThoughtBudget
 from common.errors import InvalidRequest
 from common.sampling import SamplingParameters
 
@@ -42,7 +43,12 @@ BITS = 32  # of a word of a packed mask
 
 
 def build_sampler(
-    parameters: SamplingParameters, tokenizer: Tokenizer, eos_token_ids: list[int], *, top_logprobs: int | None = None
+    parameters: SamplingParameters,
+    tokenizer: Tokenizer,
+    eos_token_ids: list[int],
+    *,
+    top_logprobs: int | None = None,
+    budget: ThoughtBudget | None = None,
 ) -> JobSampler:
     """The chain of steps, in TabbyAPI's order, with DRY beside the other penalties.
 
@@ -51,6 +57,7 @@ def build_sampler(
 
     Args:
         top_logprobs: record log-probabilities, of so many alternatives as well; None does not.
+        budget: ends thoughts, with tokens that none of the steps can rule out.
 
     Raises:
         InvalidRequest: no token may be sampled.
@@ -64,6 +71,7 @@ def build_sampler(
         top_logprobs=top_logprobs,
         # Adaptive-P learns from each token that it chooses, which must be one that stays in the text.
         one_by_one=adaptive,
+        budget=budget,
     )
 
 
@@ -148,12 +156,21 @@ class JobSampler:
         banned: tokens that are never sampled.
     """
 
-    def __init__(self, steps: CustomSampler, *, banned: list[int], top_logprobs: int | None, one_by_one: bool) -> None:
+    def __init__(
+        self,
+        steps: CustomSampler,
+        *,
+        banned: list[int],
+        top_logprobs: int | None,
+        one_by_one: bool,
+        budget: ThoughtBudget | None,
+    ) -> None:
         self.reqs_past_ids: bool = steps.reqs_past_ids or one_by_one or top_logprobs is not None
         self._steps = steps
         self.banned = banned
         self._banned: Tensor | None = token_tensor(banned)[0] if banned else None
         self._top_logprobs = top_logprobs
+        self._budget = budget
         self._scores: dict[int, Scores] = {}
         self._failure: Exception | None = None
         self._stuck: Tensor | None = None  # whether a token was sampled that may not be
@@ -173,11 +190,13 @@ class JobSampler:
         try:
             # Before the steps, which may write into the logits.
             distribution = None if self._top_logprobs is None else log_distribution(logits, vocab_size)
-            token: Tensor = self._steps.forward(logits, sequence_ids, rand_u32, tokenizer, logit_mask, **options)
+            token = self._forced(logits, logit_mask)
+            if token is None:
+                token = self._steps.forward(logits, sequence_ids, rand_u32, tokenizer, logit_mask, **options)
+                self._watch(token, logit_mask)
             if distribution is not None and self._top_logprobs is not None:
                 assert sequence_ids is not None
                 self._scores[sequence_ids.shape[-1]] = score(distribution, token, self._top_logprobs)
-            self._watch(token, logit_mask)
         except Exception as error:
             self._failure = self._failure or error
             return logits[..., :vocab_size].argmax(-1)
@@ -203,6 +222,19 @@ class JobSampler:
                 "schema or grammar."
             )
 
+    def _forced(self, logits: Tensor, mask: Tensor | None) -> Tensor | None:
+        """The next token of the end of a thought, if the constraints have room for it.
+
+        They have for all that belongs to the thought. What follows it is left to the model where they say otherwise:
+        blanks, or the beginning of a text for the user in place of a call.
+        """
+        if self._budget is None or (forced := self._budget.forced_token()) is None:
+            return None
+        token = torch.full((1, 1), forced, device=logits.device)
+        if mask is not None and bool(_is_ruled_out(token.view(-1), mask)):
+            return None
+        return token
+
     def _watch(self, token: Tensor, mask: Tensor | None) -> None:
         """Note on the device, without waiting for it, whether the token is one of those ruled out.
 
@@ -210,13 +242,17 @@ class JobSampler:
         """
         index = token.view(-1)
         if mask is not None:
-            if mask.dtype.is_floating_point:
-                self._note(mask[0, index].isneginf())
-            else:
-                self._note((mask[0, index // BITS] >> (index % BITS)) & 1 == 0)
+            self._note(_is_ruled_out(index, mask))
         if self._banned is not None:
             self._banned = self._banned.to(token.device)
             self._note((self._banned == index).any().view(1))
 
     def _note(self, stuck: Tensor) -> None:
         self._stuck = stuck if self._stuck is None else self._stuck | stuck
+
+
+def _is_ruled_out(index: Tensor, mask: Tensor) -> Tensor:
+    """For token ids, (1,), and one of the engine's masks, additive or packed."""
+    if mask.dtype.is_floating_point:
+        return mask[0, index].isneginf()
+    return (mask[0, index // BITS] >> (index % BITS)) & 1 == 0
