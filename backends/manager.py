@@ -28,11 +28,13 @@ class ModelManager:
     Attributes:
         model_dir: parent of the model folders.
         load_error: why the last load failed; None after one that did not, and before the first.
+        on_loaded: called with each model that has just been loaded. It must not raise.
     """
 
     def __init__(self, model_dir: Path, worker_command: Sequence[str] = WORKER_COMMAND) -> None:
         self.model_dir = model_dir
         self.load_error: str | None = None
+        self.on_loaded: Callable[[EngineClient], None] = lambda client: None
         self._worker_command = worker_command
         self._client: EngineClient | None = None
         self._loading: str | None = None  # name of the model being loaded
@@ -154,6 +156,7 @@ class ModelManager:
         async for record in client.load():
             report(record)
         self._client = client
+        self.on_loaded(client)
 
     async def _roll_back(self, old: EngineClient) -> str:
         again = EngineClient(old.directory, old.settings, self._worker_command)

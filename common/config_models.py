@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le, MultipleOf
@@ -24,6 +24,7 @@ from ruamel.yaml.error import YAMLError
 T = TypeVar("T")
 
 PAGE_TOKENS = 256  # a page of the engine's cache; sizes and intervals are multiples of it
+DEFAULT_REASONING_TAGS: Final = ("<think>", "</think>")
 
 
 # --- markers ------------------------------------------------------------------------------------------------------
@@ -320,39 +321,57 @@ class ModelParameters(Section):
     force_enable_thinking: bool = False
     """Deprecated: the same as enable_thinking: true in template_vars_force, where that does not set it."""
 
-    reasoning_mode: Annotated[ReasoningMode, PLANNED] = "auto"
-    """Whether thoughts are told apart from the answer. auto: where the model's chat template has them."""
+    reasoning_mode: ReasoningMode = "auto"
+    """Whether thoughts are told apart from the answer. auto: where the chat template or the tokenizer shows that the
+    model has them; on: in any case; off: they stay in the answer, with their tags."""
 
-    reasoning: Annotated[TrueOrUnset, PLANNED] = None
+    reasoning: TrueOrUnset = None
     """true is the same as reasoning_mode: on. false counts as unset, since TabbyAPI's sample writes it out; to turn
     detection off set reasoning_mode: off."""
 
-    reasoning_start_token: Annotated[str, PLANNED] = "<think>"
-    """Text that begins a thought."""
+    reasoning_start_token: str = DEFAULT_REASONING_TAGS[0]
+    """Text that begins a thought. At its default: found from the chat template, as with the next one."""
 
-    reasoning_end_token: Annotated[str, PLANNED] = "</think>"
+    reasoning_end_token: str = DEFAULT_REASONING_TAGS[1]
     """Text that ends a thought."""
 
-    start_in_reasoning: Annotated[Literal["auto", "always", "never"], PLANNED] = "auto"
+    start_in_reasoning: Literal["auto", "always", "never"] = "auto"
     """Whether an answer begins inside a thought. auto: as the rendered prompt ends."""
 
-    tool_calls_in_reasoning: Annotated[bool, PLANNED] = True
-    """Recognise tool calls inside a thought."""
+    tool_calls_in_reasoning: bool = True
+    """Take a tool call inside a thought for one, if no answer follows the thought. Otherwise it is part of the
+    thought."""
 
-    reasoning_budget_tokens: Annotated[Integer | None, PLANNED] = None
-    """Tokens after which a thought is ended. Negative or empty: no limit."""
+    reasoning_budget_tokens: Integer | None = None
+    """Tokens after which a thought is ended, where a request does not say. Negative or empty: no limit."""
 
-    reasoning_budget_message: Annotated[str | None, PLANNED] = None
-    """Text put at the end of a thought that reaches its budget."""
+    reasoning_budget_message: str | None = None
+    """Text put at the end of a thought that reaches its budget, where a request does not say."""
 
-    tool_format: Annotated[str | None, PLANNED] = None
-    """Syntax of the model's tool calls. Empty: found from the chat template."""
+    tool_format: str | None = None
+    """Form in which the model calls tools, such as hermes, qwen3_coder or mistral; docs/10.-Tool-Calling.md lists all.
+    Empty: found from the chat template and the tokenizer."""
 
-    harmony: Annotated[bool | None, PLANNED] = None
-    """The model speaks Harmony (gpt-oss). Empty: found from its special tokens."""
+    exclude_tools_when_tool_choice_none: bool = False
+    """Leave the tools of a request with tool_choice none out of the prompt. It then differs from the prompts of
+    requests that may call them, so that nothing cached of those can be used."""
 
-    muse_glimmer: Annotated[bool | None, PLANNED] = None
-    """The model speaks Muse Glimmer. Empty: found from its special tokens."""
+    harmony: bool | None = None
+    """Whether the model speaks Harmony, as gpt-oss does. Empty: found from the chat template and the tokenizer."""
+
+    muse_glimmer: bool | None = None
+    """Whether the model speaks Muse Glimmer. Empty: found from the chat template and the tokenizer."""
+
+    @property
+    def chosen_reasoning_tags(self) -> tuple[str, str] | None:
+        """The tags, if they are not the defaults, which samples write out."""
+        tags = (self.reasoning_start_token, self.reasoning_end_token)
+        return None if tags == DEFAULT_REASONING_TAGS else tags
+
+    @property
+    def effective_reasoning_mode(self) -> Literal["auto", "on", "off"]:
+        """`reasoning_mode`, with what `reasoning` says where that is auto."""
+        return "on" if self.reasoning and self.reasoning_mode == "auto" else self.reasoning_mode
 
     def forced_template_variables(self) -> dict[str, Any]:
         """`template_vars_force`, with what the deprecated `force_enable_thinking` adds to it."""

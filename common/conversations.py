@@ -1,23 +1,40 @@
 """Conversations that a chat template refuses or cuts, in shapes that it takes.
 
 OpenAI's API allows what many templates do not know: system messages anywhere, several messages of one role in a row,
-tools without a description. The shapes here say the same in fewer kinds of messages. Every message keeps its place, and
-what a shape makes of a message does not depend on what follows, except for what is joined to it: so the prompt of a
-longer conversation begins as that of a shorter one, as far as the template allows it.
+tools at all, or tools without a description. The shapes here say the same in fewer kinds of messages. Every message
+keeps its place, and what a shape makes of a message does not depend on what follows, except for what is joined to it:
+so the prompt of a longer conversation begins as that of a shorter one, as far as the template allows it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import combinations, takewhile
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
+
+from common.parsing.formats.base import Call, ToolFormat
 
 Message: TypeAlias = dict[str, Any]  # as a template sees it: role, content and the rest
 Tool: TypeAlias = dict[str, Any]  # as the client described it
 
-_Step: TypeAlias = Callable[[list[Message]], list[Message]]
 _SEPARATOR = "\n\n"
+_TOOLS_TEXT: Final = """\
+You can call these functions, each described by a line of JSON:
+<tools>
+{tools}
+</tools>
+
+To call one, write its name and its arguments exactly in this form, once for each call:
+{example}
+You get the results in the next message. Where no function helps, answer without calling any."""
+_EXAMPLE: Final = Call("FUNCTION_NAME", '{"PARAMETER_NAME": "VALUE"}')
+
+
+class _Step(NamedTuple):
+    change: Callable[[list[Message]], list[Message]]
+    description: str
 
 
 class Shape(NamedTuple):
@@ -26,27 +43,40 @@ class Shape(NamedTuple):
     description: str  # completes "the template takes the conversation with ..."
 
 
-def other_shapes(messages: Sequence[Message], tools: Sequence[Tool] | None) -> Iterator[Shape]:
-    """Shapes of a conversation other than its own, the least changed first."""
+def other_shapes(messages: Sequence[Message], tools: Sequence[Tool] | None, form: ToolFormat) -> Iterator[Shape]:
+    """Shapes of a conversation other than its own, the least changed first.
+
+    Args:
+        form: of calls that become text.
+    """
     tried = [list(messages)]
-    for steps in _ladder():
+    for steps in _ladder(form):
         shaped = list(messages)
         for step in steps:
-            shaped = step(shaped)
+            shaped = step.change(shaped)
         if shaped not in tried:
             tried.append(shaped)
-            yield Shape(shaped, tools, ", ".join(_DESCRIPTIONS[step] for step in steps))
+            yield Shape(shaped, tools, ", ".join(step.description for step in steps))
     if tools is None:  # the template may be made for requests with tools only
         yield Shape(tried[0], [], "an empty list of tools")
     elif (complete := [_complete(tool) for tool in tools]) != list(tools):
         yield Shape(tried[0], complete, "tools completed")
-        for shape in other_shapes(messages, complete):
+        for shape in other_shapes(messages, complete, form):
             yield shape._replace(description=f"tools completed, {shape.description}")
 
 
 def with_parts(messages: Sequence[Message]) -> list[Message]:
     """A conversation whose contents are lists of parts."""
     return [{**message, "content": _parts(message["content"])} for message in messages]
+
+
+def with_tools_text(messages: Sequence[Message], tools: Sequence[Tool], form: ToolFormat) -> list[Message]:
+    """A conversation whose first system message begins with a description of tools and of how to call them."""
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = {"role": "system", "content": _TOOLS_TEXT.format(tools=lines, example=form.write([_EXAMPLE]))}
+    if messages and _is_system(messages[0]):
+        return [_joined([text, messages[0]]), *messages[1:]]
+    return [text, *messages]
 
 
 # --- steps --------------------------------------------------------------------------------------------------------
@@ -97,33 +127,42 @@ def _alternate(messages: list[Message]) -> list[Message]:
     return shaped
 
 
-def calls_as_text(messages: list[Message]) -> list[Message]:
-    """Calls of tools as JSON text of the assistant's."""
-    return [_without_calls(message) for message in messages]
+def calls_as_text(messages: Sequence[Message], form: ToolFormat) -> list[Message]:
+    """Calls of tools as text of the assistant's."""
+    return [_without_calls(message, form) for message in messages]
 
 
-def _tools_as_text(messages: list[Message]) -> list[Message]:
+def text_before_calls(messages: Sequence[Message]) -> list[Message]:
+    """An assistant's text in a message of its own before that with its calls, whose content is null."""
+    shaped: list[Message] = []
+    for message in messages:
+        if message.get("tool_calls") and message["content"]:
+            shaped.append({name: value for name, value in message.items() if name != "tool_calls"})
+            message = {"role": message["role"], "content": None, "tool_calls": message["tool_calls"]}
+        shaped.append(message)
+    return shaped
+
+
+def _tools_as_text(messages: Sequence[Message], form: ToolFormat) -> list[Message]:
     """The same, with the results as text of the user's."""
-    return [_as_user(message) if message["role"] == "tool" else message for message in calls_as_text(messages)]
+    return [_as_user(message) if message["role"] == "tool" else message for message in calls_as_text(messages, form)]
 
 
-_DESCRIPTIONS: dict[_Step, str] = {
-    join_system: "its first system messages joined",
-    later_system_as_user: "later system messages as the user's",
-    system_as_user: "system messages as the user's",
-    _alternate: "neighbours of one role joined",
-    _tools_as_text: "calls of tools as text",
-}
-
-
-def _ladder() -> Iterator[tuple[_Step, ...]]:
+def _ladder(form: ToolFormat) -> Iterator[tuple[_Step, ...]]:
     """Combinations of steps, those that change less first. A later one never undoes what an earlier one would do."""
-    in_place = (join_system, later_system_as_user, _alternate)
+    in_place = (_JOIN_SYSTEM, _LATER_SYSTEM_AS_USER, _ALTERNATE)
+    tools_as_text = _Step(partial(_tools_as_text, form=form), "calls of tools as text")
     orders = [steps for count in (1, 2, 3) for steps in combinations(in_place, count)]
-    orders += [(system_as_user,), (system_as_user, _alternate)]
+    orders += [(_SYSTEM_AS_USER,), (_SYSTEM_AS_USER, _ALTERNATE)]
     yield from orders
-    yield (_tools_as_text,)
-    yield from ((_tools_as_text, *steps) for steps in orders)
+    yield (tools_as_text,)
+    yield from ((tools_as_text, *steps) for steps in orders)
+
+
+_JOIN_SYSTEM = _Step(join_system, "its first system messages joined")
+_LATER_SYSTEM_AS_USER = _Step(later_system_as_user, "later system messages as the user's")
+_SYSTEM_AS_USER = _Step(system_as_user, "system messages as the user's")
+_ALTERNATE = _Step(_alternate, "neighbours of one role joined")
 
 
 # --- messages and tools -------------------------------------------------------------------------------------------
@@ -164,13 +203,34 @@ def _parts(content: object) -> list[Any]:
     return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
 
 
-def _without_calls(message: Message) -> Message:
+def _without_calls(message: Message, form: ToolFormat) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    text = "\n".join(json.dumps(call["function"], ensure_ascii=False) for call in calls)
+    text = form.write([_call(call) for call in calls])
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
     return _joined([rest, {"content": text}])
+
+
+def _call(call: dict[str, Any]) -> Call:
+    function = call["function"]
+    given = function["arguments"]
+    if isinstance(given, str):
+        arguments = given if _is_object(given) else json.dumps({"arguments": given}, ensure_ascii=False)
+    else:
+        arguments = json.dumps(given, ensure_ascii=False)
+    return Call(function["name"], arguments, call.get("id"))
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text, parse_constant=_refuse_constant), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _complete(tool: Tool) -> Tool:

@@ -21,6 +21,8 @@ from common import conversations
 from common.conversations import Message, Tool
 from common.errors import InvalidRequest
 from common.generation import TextSpan
+from common.parsing.formats.base import ToolFormat
+from common.parsing.formats.registry import default_format
 
 TEMPLATE_DIR = Path(__file__).resolve().parent.parent / "templates"
 SUFFIX = ".jinja"
@@ -51,7 +53,9 @@ class TemplateTraits(NamedTuple):
     Attributes:
         system: which system messages it shows where they stand, rather than nowhere or at another's place.
         typed_content: it reads a message's content as a list of parts, and nothing from a text.
-        shows_calls: it writes calls of tools in some form.
+        shows_tools: it describes the tools of a request in some form.
+        shows_calls: it writes calls of tools in some form. Where it does not, they are written into the text of their
+            message, with the arguments as they are.
         null_content: it does so only where the content beside them is null.
         text_arguments: it writes the arguments of a call as they are, so that they have to be JSON text already.
         mapping_arguments: it fails on arguments that are no mapping.
@@ -60,6 +64,7 @@ class TemplateTraits(NamedTuple):
 
     system: Literal["all", "first", "none"] = "all"
     typed_content: bool = False
+    shows_tools: bool = True
     shows_calls: bool = True
     null_content: bool = False
     text_arguments: bool = False
@@ -167,6 +172,7 @@ class ChatTemplate:
         tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        form: ToolFormat | None = None,
         path: str = "messages",
     ) -> Rendering:
         """The prompt for a conversation.
@@ -180,17 +186,20 @@ class ChatTemplate:
             tools: as the client described them.
             add_generation_prompt: end with the opening of an assistant's message.
             continue_final_message: end inside the last message, so that the model goes on with it.
+            form: of calls of tools that the template does not write itself, and that it does not tell the model of;
+                the default one unless given.
             path: of the messages in the request, for errors.
 
         Raises:
             InvalidRequest: the template refused the messages, or the last one cannot be continued.
         """
-        messages = self._shown(messages)
+        form = form or default_format()
+        messages = self._shown(messages, tools, form)
         names = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
         if not continue_final_message:
-            return self._render_some_shape(messages, tools, names, path)
+            return self._render_some_shape(messages, tools, names, form, path)
         text = _final_text(messages)
-        rendering = self._render_some_shape([*messages[:-1], _marked(messages[-1])], tools, names, path)
+        rendering = self._render_some_shape([*messages[:-1], _marked(messages[-1])], tools, names, form, path)
         return rendering._replace(text=_cut_at_mark(rendering.text, text))
 
     def render_as_given(
@@ -202,25 +211,34 @@ class ChatTemplate:
         """
         return _render(self._template, {**variables, **self.special_tokens, "messages": messages, "tools": tools})
 
-    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+    def _shown(self, messages: Sequence[Message], tools: Sequence[Tool] | None, form: ToolFormat) -> list[Message]:
         """The conversation in a shape of which the template leaves nothing out."""
         traits, shown = self.traits, list(messages)
+        if tools and not traits.shows_tools:
+            shown = conversations.with_tools_text(shown, tools, form)
         if traits.system == "first":
             shown = conversations.later_system_as_user(conversations.join_system(shown))
         elif traits.system == "none":
             shown = conversations.system_as_user(shown)
         if not traits.shows_calls:
-            shown = conversations.calls_as_text(shown)
+            shown = conversations.calls_as_text(shown, form)
+        elif traits.null_content:
+            shown = conversations.text_before_calls(shown)
         return conversations.with_parts(shown) if traits.typed_content else shown
 
     def _render_some_shape(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None, names: Mapping[str, Any], path: str
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        names: Mapping[str, Any],
+        form: ToolFormat,
+        path: str,
     ) -> Rendering:
         try:
             return self.render_as_given(messages, names, tools=tools)
         except Exception as error:
             refusal = error  # what the template says of the conversation as it came is what counts
-        for shape in conversations.other_shapes(messages, tools):
+        for shape in conversations.other_shapes(messages, tools, form):
             try:
                 rendering = self.render_as_given(shape.messages, names, tools=shape.tools)
             except Exception:
@@ -325,7 +343,9 @@ class _Probe:
         as_text = self._rendered(_said("user", _WORDS[0]))
         self._typed = _WORDS[0] not in as_text
         self._typed = self._typed and _WORDS[0] in self._rendered(_said("user", _WORDS[0]))
-        return self._call_form()._replace(system=self._system(), typed_content=self._typed)
+        return self._call_form()._replace(
+            system=self._system(), typed_content=self._typed, shows_tools=self._shows_tools()
+        )
 
     def _system(self) -> Literal["all", "first", "none"]:
         roles = ("system", "user", "system", "user")
@@ -339,13 +359,17 @@ class _Probe:
         text = self._rendered(*conversation[:2])
         return "first" if not text or _in_order(text, _WORDS[:2]) else "none"
 
+    def _shows_tools(self) -> bool:
+        text = self._rendered(_said("user", _WORDS[0]), tools=[_TOOL])
+        return not text or _TOOL["function"]["name"] in text  # one that refuses says so when it comes to that
+
     def _call_form(self) -> TemplateTraits:
         for tools in (None, [_TOOL]):
             for form in _CALL_FORMS:
                 arguments = {_KEY: _WORDS[0]}
                 if self._shows_call(form, json.dumps(arguments) if form.text_arguments else arguments, tools):
                     return form._replace(mapping_arguments=not self._shows_call(form, _WORDS[0], tools))
-        return TemplateTraits(shows_calls=False)
+        return TemplateTraits(shows_calls=False, text_arguments=True)
 
     def _shows_call(self, form: TemplateTraits, arguments: object, tools: list[Tool] | None) -> bool:
         function = {"name": "probe", "arguments": arguments}

@@ -70,7 +70,9 @@ def create_app(
     )
     presets = presets or SamplerPresets()
     _select_preset(settings, presets)
-    attach_state(app.state, ServerState(settings, manager, keys, presets))
+    state = ServerState(settings, manager, keys, presets)
+    manager.on_loaded = state.prepare
+    attach_state(app.state, state)
     with_openai = "oai" in settings.network.api_servers
     for router in (core_router, token_router, *([llama_cpp_router] if with_openai else [])):
         app.include_router(router)

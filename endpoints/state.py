@@ -5,21 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from fastapi import Depends, Request
+from loguru import logger
 
 from backends.client import EngineClient
 from backends.manager import ModelManager
 from backends.messages import ModelInfo
 from common.auth import KeyStore
 from common.config_models import LoadSettings, Settings
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, ServerError
+from common.parsing.detection import AnswerSyntax, check_settings, detect
 from common.sampling import SamplerPresets
 from common.templating import ChatTemplate, find_template, list_templates
 from endpoints.OAI.utils.prompt import PromptWriter
 
 _ATTRIBUTE: Final = "server"
+_TOOLS_UNKNOWN: Final = (
+    "A request has given the model tools, but neither its chat template nor its tokenizer shows in which form it calls "
+    "them. Calls of every known form are looked for; set tool_format to the model's own."
+)
 
 
 @dataclass
@@ -29,11 +35,39 @@ class ServerState:
     keys: KeyStore | None  # None: everybody is administrator
     presets: SamplerPresets
     _writers: WeakKeyDictionary[EngineClient, PromptWriter | None] = field(default_factory=WeakKeyDictionary)
+    _given_tools: WeakSet[EngineClient] = field(default_factory=WeakSet)  # by a request, in a form that is unknown
+
+    def prepare(self, client: EngineClient) -> None:
+        """Find out, and say in the log, how a model that has just been loaded is talked with."""
+        try:
+            self._writer_of(client)
+        except ServerError as error:  # its template has been changed since the load was checked
+            logger.warning("{} cannot chat: {}", client.name, error.message)
 
     def template_of(self, client: EngineClient) -> ChatTemplate | None:
         """The chat template in force for a model; read from disk once per load. Raises `InvalidRequest`."""
         writer = self._writer_of(client)
         return writer.template if writer is not None else None
+
+    def syntax_of(self, client: EngineClient) -> AnswerSyntax | None:
+        """How a model writes its answers; None for one that cannot chat. Raises `InvalidRequest`."""
+        writer = self._writer_of(client)
+        return writer.syntax if writer is not None else None
+
+    def warnings_of(self, client: EngineClient) -> list[str]:
+        """What there is to say about a loaded model's settings."""
+        given = client in self._given_tools and self._has_unknown_tool_format(client)
+        return [*loaded_info(client).warnings, *([_TOOLS_UNKNOWN] if given else [])]
+
+    def warn_tools_unknown(self, client: EngineClient) -> None:
+        """To be called for a request with tools: warns, once for a model, where nothing is known of its calls."""
+        if client not in self._given_tools and self._has_unknown_tool_format(client):
+            self._given_tools.add(client)
+            logger.warning("{}: {}", client.name, _TOOLS_UNKNOWN)
+
+    def _has_unknown_tool_format(self, client: EngineClient) -> bool:
+        syntax = self.syntax_of(client)
+        return syntax is not None and syntax.tool_format.certainty == "unknown"
 
     def switch_template(self, client: EngineClient, name: str) -> None:
         """Use another template until the model is loaded anew. Requests in flight have their prompts already.
@@ -80,8 +114,9 @@ def check_load(directory: Path, settings: LoadSettings, presets: SamplerPresets)
     """Read the files that a load asks for by name, before anything is touched.
 
     Raises:
-        ServerError: there is no such chat template or sampler preset, or it is broken.
+        ServerError: there is no such chat template, tool format or sampler preset, or it is broken.
     """
+    check_settings(settings.model)
     find_template(directory, settings.model.prompt_template)
     presets.read_for_model(settings.model.sampler_preset)
 
@@ -93,7 +128,11 @@ def _loaded_template(client: EngineClient) -> ChatTemplate | None:
 def _writer(client: EngineClient, template: ChatTemplate | None) -> PromptWriter | None:
     if template is None:
         return None
-    return PromptWriter(template, client.settings.model, loaded_info(client).control_tokens)
+    model, control_tokens = client.settings.model, loaded_info(client).control_tokens
+    syntax = detect(template, [token.text for token in control_tokens], model)
+    for what, found in (("Tool calls", syntax.tool_format), ("Thoughts", syntax.thoughts)):
+        logger.info("{} of {}: {} ({})", what, client.name, found.value or "no form known", found.source)
+    return PromptWriter(template, model, control_tokens, syntax=syntax)
 
 
 def attach_state(app_state: object, state: ServerState) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import pytest
 from filelock import FileLock
+from loguru import logger
 
 from tests import models
 from tests.scripted import ScriptedEngine
@@ -27,6 +28,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture
+def log_lines() -> Iterator[list[str]]:
+    """What is logged while a test runs, one message an item."""
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(str(message).rstrip("\n")), format="{message}", level="INFO")
+    yield lines
+    logger.remove(sink)
 
 
 @pytest.fixture

@@ -108,7 +108,9 @@ async def current_model(state: State) -> ModelCard:
     """The loaded model and how it is set up."""
     client = state.manager.require()
     created = _created(client.directory)
-    parameters = model_parameters(loaded_info(client), state.template_of(client), created)
+    parameters = model_parameters(
+        loaded_info(client), state.template_of(client), state.syntax_of(client), state.warnings_of(client), created
+    )
     return ModelCard(id=client.name, created=created, parameters=parameters)
 
 

@@ -107,6 +107,6 @@ async def _encode(
     literals: Sequence[TextSpan] = ()
     if text is None:
         writer = state.prompt_writer(client)
-        text, literals, _ = writer.chat(body)
+        text, literals, _ = writer.chat(body).rendered
         add_bos = False if writer.template.begins_with_bos(text, literals) else add_bos
     return await client.encode(text, add_bos=add_bos, encode_special_tokens=encode_special_tokens, literals=literals)

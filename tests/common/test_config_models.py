@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from common.config_models import (
     Settings,
 )
 from common.settings_catalog import ALL_SETTINGS, CATALOG, did_you_mean
+from common.tabby_config import merge_load_settings
 from endpoints.core.types.model import DraftModelLoadRequest, ModelLoadRequest
 
 INTERVALS = ["recurrent_checkpoint_interval", "recurrent_checkpoint_interval_pp"]
@@ -160,6 +163,53 @@ def test_reasoning_mode_as_yaml_writes_it(given: Any, read: str) -> None:
 def test_reasoning_false_is_unset() -> None:
     assert ModelConfig(reasoning=False) == ModelConfig()
     assert ModelConfig(reasoning=True).reasoning is True
+
+
+ANSWERS = {
+    "reasoning_mode": "on",
+    "reasoning": True,
+    "reasoning_start_token": "[THINK]",
+    "reasoning_end_token": "[/THINK]",
+    "start_in_reasoning": "never",
+    "tool_calls_in_reasoning": False,
+    "reasoning_budget_tokens": 100,
+    "reasoning_budget_message": "Enough.",
+    "tool_format": "hermes",
+    "exclude_tools_when_tool_choice_none": True,
+    "harmony": False,
+    "muse_glimmer": False,
+}
+
+
+def test_settings_of_answers_are_taken_wherever_a_model_is_loaded(tmp_path: Path, log_lines: list[str]) -> None:
+    (tmp_path / "tabby_config.yml").write_text(json.dumps({"model": ANSWERS}), encoding="utf-8")
+    from_file = merge_load_settings(Settings(), model_directory=tmp_path).model
+    (tmp_path / "tabby_config.yml").unlink()
+    body = load_request(**ANSWERS).parameters()
+    from_request = merge_load_settings(Settings(), model_directory=tmp_path, request=body).model
+    for model in (ModelConfig.model_validate(ANSWERS), from_file, from_request):
+        assert {name: getattr(model, name) for name in ANSWERS} == ANSWERS
+    assert not any(CATALOG["model"][name].is_ignored(value) for name, value in ANSWERS.items())
+    assert log_lines == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [
+        ({}, "auto"),
+        ({"reasoning": False}, "auto"),
+        ({"reasoning": True}, "on"),
+        ({"reasoning": True, "reasoning_mode": "off"}, "off"),
+        ({"reasoning": False, "reasoning_mode": "on"}, "on"),
+    ],
+)
+def test_reasoning_is_the_mode_on(settings: dict[str, Any], mode: str) -> None:
+    assert ModelConfig(**settings).effective_reasoning_mode == mode
+
+
+def test_reasoning_tags_at_their_defaults_are_not_chosen() -> None:
+    assert ModelConfig(reasoning_start_token="<think>", reasoning_end_token="</think>").chosen_reasoning_tags is None
+    assert ModelConfig(reasoning_start_token="<a>").chosen_reasoning_tags == ("<a>", "</think>")
 
 
 def test_deprecated_thinking_flag_yields_to_the_variable() -> None:

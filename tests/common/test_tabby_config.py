@@ -350,6 +350,7 @@ def test_the_list_above_is_complete(read: Read) -> None:
     ours = {
         "control_tokens_in_messages",
         "cors_origins",
+        "exclude_tools_when_tool_choice_none",
         "keep_volatile_lines",
         "log_level",
         "log_console",

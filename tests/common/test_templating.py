@@ -10,6 +10,7 @@ import pytest
 
 from common.conversations import Message, Tool, with_parts
 from common.errors import InvalidRequest
+from common.parsing.formats.registry import format_named
 from common.templating import TEMPLATE_DIR, ChatTemplate, TemplateTraits, find_template, list_templates
 
 # Written here, in the manner of the families that they are called after.
@@ -185,12 +186,15 @@ def test_stop_strings_of_a_template(source: str, stop_strings: list[str]) -> Non
     assert ChatTemplate("t", source).render([said("user", "x")]).stop_strings == stop_strings
 
 
+NO_TOOLS = TemplateTraits(shows_tools=False, shows_calls=False, text_arguments=True)
+
+
 @pytest.mark.parametrize("path", sorted(TEMPLATE_DIR.glob("*.jinja")), ids=lambda path: path.stem)
 def test_bundled_templates_declare_stop_strings(path: Path) -> None:
     template = ChatTemplate(path.stem, path.read_text(encoding="utf-8"))
     rendering = template.render(CONVERSATIONS["turns"])
     assert rendering.stop_strings
-    assert template.traits == TemplateTraits(shows_calls=template.traits.shows_calls)
+    assert template.traits == NO_TOOLS
 
 
 def test_half_a_surrogate_pair_becomes_a_question_mark() -> None:
@@ -227,11 +231,11 @@ def test_what_a_template_refuses_is_the_requests_fault(source: str, message: str
         ("mistral", TemplateTraits(short_ids=True)),
         ("qwen3", TemplateTraits()),
         ("qwen3_coder", TemplateTraits(mapping_arguments=True)),
-        ("deepseek", TemplateTraits(system="first", null_content=True, text_arguments=True)),
+        ("deepseek", TemplateTraits(system="first", shows_tools=False, null_content=True, text_arguments=True)),
         ("gpt_oss", TemplateTraits(system="first")),
-        ("phi", TemplateTraits(shows_calls=False)),
-        ("typed_parts", TemplateTraits(typed_content=True, shows_calls=False)),
-        ("chatml", TemplateTraits(shows_calls=False)),
+        ("phi", NO_TOOLS),
+        ("typed_parts", NO_TOOLS._replace(typed_content=True)),
+        ("chatml", NO_TOOLS),
     ],
 )
 def test_traits(family: str, traits: TemplateTraits) -> None:
@@ -325,19 +329,42 @@ def test_a_template_for_tools_only_gets_an_empty_list() -> None:
     assert ChatTemplate("t", "{% for tool in tools %}{{ tool }}{% endfor %}.").render([said("user", "x")]).text == "."
 
 
+HERMES = '<tool_call>\n{"name": "ls", "arguments": {"path": "é"}}\n</tool_call>'
+
+
 def test_calls_that_a_template_leaves_out_become_text(families: dict[str, ChatTemplate]) -> None:
     text = families["phi"].render([said("user", "x"), calling({"path": "é"}), RESULT]).text
-    assert '{"name": "ls", "arguments": {"path": "é"}}' in text
+    assert f"<|assistant|>\n{HERMES}<|end|>" in text
     assert "<|tool|>\nok" in text
+    mistral = format_named("mistral")
+    text = families["phi"].render([said("user", "x"), calling({"path": "é"}), RESULT], form=mistral).text
+    assert '<|assistant|>\n[TOOL_CALLS]ls[ARGS]{"path": "é"}<|end|>' in text
 
 
 def test_a_template_without_tools_gets_them_as_turns(families: dict[str, ChatTemplate]) -> None:
     messages = [said("system", "s"), said("user", "x"), calling({"path": "é"}, "Let me see."), RESULT]
     assert families["gemma"].render(messages).text == (
         "<s><start_of_turn>user\ns\n\nx<end_of_turn>\n"
-        '<start_of_turn>model\nLet me see.\n\n{"name": "ls", "arguments": {"path": "é"}}<end_of_turn>\n'
+        f"<start_of_turn>model\nLet me see.\n\n{HERMES}<end_of_turn>\n"
         "<start_of_turn>user\nok<end_of_turn>\n<start_of_turn>model\n"
     )
+
+
+@pytest.mark.parametrize("family", ["chatml", "alpaca", "phi", "gemma", "typed_parts", "deepseek", "deepseek_v3_1"])
+def test_tools_that_a_template_leaves_out_are_described(families: dict[str, ChatTemplate], family: str) -> None:
+    messages = [said("system", "[rules]"), said("user", "[question]")]
+    text = families[family].render(messages, tools=TOOLS).text
+    assert [text.count(json.dumps(tool, ensure_ascii=False)) for tool in TOOLS] == [1, 1]
+    assert text.index("FUNCTION_NAME") < text.index("[rules]") < text.index("[question]")
+    assert families[family].render(messages, tools=[]).text == families[family].render(messages).text
+    longer = [*messages, calling({"path": "/srv"}), RESULT, said("user", "[more]")]
+    begun = families[family].render(messages, tools=TOOLS, add_generation_prompt=False).text
+    assert families[family].render(longer, tools=TOOLS).text.startswith(begun.removesuffix(TOKENS["eos_token"]))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm", "mistral", "llama3", "gpt_oss"])
+def test_tools_that_a_template_shows_are_not_described_again(families: dict[str, ChatTemplate], family: str) -> None:
+    assert "FUNCTION_NAME" not in families[family].render([said("user", "x")], tools=TOOLS).text
 
 
 # --- continuing the last message ------------------------------------------------------------------------------------
@@ -569,7 +596,8 @@ def test_a_list_of_templates_has_one_for_tools(
     assert template is not None
     for messages in (CONVERSATIONS["blanks"], CONVERSATIONS["turns"]):
         expected = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-        assert template.variant(tools).render(messages, tools=tools).text == expected
+        variables = {"add_generation_prompt": True}
+        assert template.variant(tools).render_as_given(messages, variables, tools=tools).text == expected
     rag = find_template(tmp_path, "rag") if len(templates) > 1 else None
     if rag is not None:
         documents = [{"title": "é", "text": "t"}]

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from backends.messages import LoadProgress, ModelComponent, ModelInfo
+from common.parsing.detection import AnswerSyntax
 from common.templating import ChatTemplate
 
 
@@ -27,6 +28,10 @@ class ModelParameters(BaseModel):
     draft_mode: str | None
     prompt_template: str | None
     prompt_template_content: str | None
+    tool_format: str | None  # the form in which the model calls tools; None where it is not known
+    tool_format_source: str | None  # how sure that is, and by what; None for a model that cannot chat
+    reasoning_tags: str | None  # what stands around a thought, such as "<think> ... </think>"
+    reasoning_source: str | None  # as tool_format_source
     recurrent_checkpoint_interval: int | None  # tokens; None without recurrent layers, like the next three
     recurrent_checkpoint_interval_pp: int | None  # tokens
     recurrent_checkpoint_bytes: int | None  # one checkpoint in host RAM
@@ -50,7 +55,9 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-def model_parameters(info: ModelInfo, template: ChatTemplate | None, created: int) -> ModelParameters:
+def model_parameters(
+    info: ModelInfo, template: ChatTemplate | None, syntax: AnswerSyntax | None, warnings: list[str], created: int
+) -> ModelParameters:
     checkpoints = info.checkpoints
     return ModelParameters(
         max_seq_len=info.max_seq_len,
@@ -63,6 +70,10 @@ def model_parameters(info: ModelInfo, template: ChatTemplate | None, created: in
         draft_mode=info.draft_mode,
         prompt_template=template.name if template else None,
         prompt_template_content=template.source if template else None,
+        tool_format=syntax.tool_format.value if syntax else None,
+        tool_format_source=syntax.tool_format.source if syntax else None,
+        reasoning_tags=syntax.thoughts.value if syntax else None,
+        reasoning_source=syntax.thoughts.source if syntax else None,
         recurrent_checkpoint_interval=checkpoints.interval if checkpoints else None,
         recurrent_checkpoint_interval_pp=checkpoints.interval_pp if checkpoints else None,
         recurrent_checkpoint_bytes=checkpoints.bytes if checkpoints else None,
@@ -70,7 +81,7 @@ def model_parameters(info: ModelInfo, template: ChatTemplate | None, created: in
         architecture=info.architecture,
         device=info.device,
         engine_version=info.engine_version,
-        warnings=info.warnings,
+        warnings=warnings,
     )
 
 

@@ -156,6 +156,9 @@ def test_a_load_tells_its_progress_and_ends(empty_server: RunningServer) -> None
         ({"model_name": "alpha", "cache_size": 1000}, 400, "cache_size"),
         ({"model_name": "alpha", "prompt_template": "none-such"}, 400, "prompt_template"),
         ({"model_name": "alpha", "sampler_preset": "none-such"}, 404, "sampler_preset"),
+        ({"model_name": "alpha", "tool_format": "none-such"}, 400, "tool_format"),
+        ({"model_name": "alpha", "reasoning_mode": "maybe"}, 400, "reasoning_mode"),
+        ({"model_name": "alpha", "start_in_reasoning": "sometimes"}, 400, "start_in_reasoning"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_before_anything_is_touched(
@@ -200,6 +203,85 @@ def test_a_chat_template_by_name(empty_server: RunningServer) -> None:
     assert empty_server.http.get("/v1/model").json()["parameters"]["prompt_template"] == "alpaca"
     empty_server.http.post("/v1/chat/completions", json=HI)
     assert empty_server.engine.history()[-1].prompt == "### Instruction:\nhi\n\n### Response:\n"
+
+
+FAMILIES = PROJECT / "tests" / "common" / "chat_templates"
+SYNTAX = ("tool_format", "tool_format_source", "reasoning_tags", "reasoning_source")
+TOOL = {"type": "function", "function": {"name": "ls"}}
+
+
+def syntax_of(server: RunningServer) -> tuple[list[str | None], list[str]]:
+    """What the model card says of calls, of thoughts, and its warnings."""
+    card = server.http.get("/v1/model").json()["parameters"]
+    return [card[name] for name in SYNTAX], card["warnings"]
+
+
+def test_the_card_and_the_log_say_how_a_model_answers(empty_server: RunningServer, log_lines: list[str]) -> None:
+    family = (FAMILIES / "glm.jinja").read_text(encoding="utf-8")
+    (empty_server.engine.model_dir / "alpha" / "chat_template.jinja").write_text(family, encoding="utf-8")
+    empty_server.load("alpha")
+    written = "certain: the chat template writes it"
+    assert f"Tool calls of alpha: glm4_5 ({written})" in log_lines
+    assert f"Thoughts of alpha: <think> ... </think> ({written})" in log_lines
+    assert syntax_of(empty_server) == (["glm4_5", written, "<think> ... </think>", written], [])
+    empty_server.load("alpha", tool_format="mistral", reasoning=True, reasoning_start_token="<a>")
+    assert syntax_of(empty_server)[0] == [
+        "mistral",
+        "set: tool_format is set",
+        "<a> ... </think>",
+        "set: reasoning_start_token and reasoning_end_token are set",
+    ]
+    empty_server.admin.post("/v1/template/unload")
+    assert syntax_of(empty_server)[0] == [None, None, None, None]
+    assert sum("Tool calls of alpha" in line for line in log_lines) == 2  # one for each load
+
+
+def test_tools_for_a_model_of_which_nothing_is_known(empty_server: RunningServer, log_lines: list[str]) -> None:
+    empty_server.load("alpha")
+    nothing = "unknown: neither the chat template nor the tokenizer points to any"
+    assert syntax_of(empty_server) == ([None, nothing, None, nothing], [])
+    for _ in range(2):
+        assert empty_server.http.post("/v1/chat/completions", json=HI | {"tools": [TOOL]}).status_code == 200
+    _, [warning] = syntax_of(empty_server)
+    assert "set tool_format" in warning
+    assert [line for line in log_lines if "set tool_format" in line] == [f"alpha: {warning}"]
+    prompt = empty_server.engine.history()[-1].prompt
+    assert isinstance(prompt, str)
+    assert '{"type": "function", "function": {"name": "ls"}}' in prompt
+    assert "<tool_call>" in prompt
+    empty_server.load("alpha", tool_format="mistral")
+    assert empty_server.http.post("/v1/chat/completions", json=HI | {"tools": [TOOL]}).status_code == 200
+    assert syntax_of(empty_server)[1] == []
+    assert "[TOOL_CALLS]FUNCTION_NAME[ARGS]" in str(empty_server.engine.history()[-1].prompt)
+
+
+def test_another_template_is_looked_at_anew(empty_server: RunningServer) -> None:
+    family = (FAMILIES / "qwen3.jinja").read_text(encoding="utf-8")
+    (empty_server.engine.model_dir / "alpha" / "chat_template.jinja").write_text(family, encoding="utf-8")
+    empty_server.load("alpha", prompt_template="chatml")
+    assert syntax_of(empty_server)[0][0] is None
+    empty_server.http.post("/v1/chat/completions", json=HI | {"tools": [TOOL]})
+    assert len(syntax_of(empty_server)[1]) == 1
+    empty_server.load("alpha")
+    empty_server.admin.post("/v1/template/switch", json={"prompt_template_name": "alpaca"})
+    assert syntax_of(empty_server)[0][0] is None
+    empty_server.admin.post("/v1/template/switch", json={"prompt_template_name": "chat_template"})
+    assert syntax_of(empty_server)[0][0] == "hermes"
+
+
+def test_a_template_that_goes_while_a_model_loads(scripted: ScriptedEngine, log_lines: list[str]) -> None:
+    scripted.write(Script(models={"alpha": ModelScript(load_seconds=1.0)}))
+    with running_server(scripted).running() as server:
+        own = scripted.model_dir / "alpha" / "additional_chat_templates" / "mine.jinja"
+        own.parent.mkdir()
+        own.write_text("{{ messages }}", encoding="utf-8")
+        load = {"model_name": "alpha", "prompt_template": "mine"}
+        with server.admin.stream("POST", "/v1/model/load", json=load) as response:
+            assert "processing" in next(line for line in response.iter_lines() if line.startswith("data: "))
+            own.unlink()
+        eventually(lambda: server.manager.state == "ready")
+        assert any("alpha cannot chat" in line for line in log_lines)
+        assert server.http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
 
 
 def test_service_info(server: RunningServer) -> None:
