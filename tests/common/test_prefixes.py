@@ -5,22 +5,51 @@ from typing import Any
 import pytest
 
 from common.conversations import Message
-from common.prefixes import VOLATILE_LINES, PrefixBreak, PrefixHistory, Turn, without_volatile_line
-from common.templating import ChatTemplate
+from common.prefixes import (
+    VOLATILE_LINES,
+    Answer,
+    Outline,
+    PrefixBreak,
+    PrefixHistory,
+    Returned,
+    Turn,
+    WrittenPrompt,
+    common_length,
+    without_volatile_line,
+)
+from common.templating import ChatTemplate, RenderedPrompt
 
 KEEPING = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 TRIMMING = KEEPING.replace("m.content", "m.content | trim")
-THINKING = KEEPING.replace("m.content", "m.content.split('</think>')[-1]")
 REWRITING = KEEPING.replace("{{ m.content }}", "{{ m.content }}{{ '[last]' if loop.last }}")
 DATED = "{{ today }}" + KEEPING
 SHOUTING = KEEPING.replace("{{ m.content }}", "{{ m.content | upper if m.role == 'assistant' else m.content }}")
 
 
-def said(role: str, content: str) -> Message:
-    return {"role": role, "content": content}
+def said(role: str, content: str, thought: str | None = None) -> Message:
+    message = {"role": role, "content": content}
+    return message if thought is None else {**message, "reasoning_content": thought}
+
+
+def calling(call_id: str, arguments: object, content: str = "") -> Message:
+    call = {"id": call_id, "type": "function", "function": {"name": "ls", "arguments": arguments}}
+    return {**said("assistant", content), "tool_calls": [call]}
+
+
+def turn_of(prompt: str, messages: list[Message], inputs: dict[str, Any] | None = None) -> Turn:
+    return Turn.of(WrittenPrompt.by_template(RenderedPrompt(prompt, [], [])), messages, inputs or {})
+
+
+def latest(history: PrefixHistory, messages: list[Message]) -> Returned | None:
+    return history.latest(messages, Outline.of(messages))
+
+
+def check(history: PrefixHistory, prompt: str, messages: list[Message]) -> PrefixBreak | None:
+    returned = latest(history, messages)
+    return None if returned is None else history.check(turn_of(prompt, messages), returned)
 
 
 class Chat:
@@ -33,10 +62,14 @@ class Chat:
     def turn(
         self, messages: list[Message], answer: str, inputs: dict[str, Any] | None = None, **variables: str
     ) -> PrefixBreak | None:
-        turn = Turn.of(self.template.render(messages, variables).text, messages, inputs or {})
-        broken = self.history.check(turn)
-        self.history.remember(turn, answer)
-        return broken
+        turn = turn_of(self.template.render(messages, variables).text, messages, inputs)
+        returned = latest(self.history, messages)
+        self.history.remember(turn, Answer(answer, [], self.returned(answer)))
+        return None if returned is None else self.history.check(turn, returned)
+
+    def returned(self, answer: str) -> Message:
+        thought, tag, content = answer.rpartition("</think>")
+        return said("assistant", content, thought if tag else None)
 
 
 ONE = [said("system", "Be kind."), said("user", "one")]
@@ -70,7 +103,8 @@ def test_where_and_how_much() -> None:
     ("source", "answer", "messages", "reason"),
     [
         (TRIMMING, "first ", TWO, "trims the answer"),
-        (THINKING, "why</think>first", [*ONE, said("assistant", "why</think>first"), said("user", "x")], "thoughts"),
+        (KEEPING, "why</think>first", [*ONE, said("assistant", "first"), said("user", "x")], "thoughts out"),
+        (KEEPING, "why</think>first", [*ONE, said("assistant", "first", "what"), said("user", "x")], "the thought"),
         (REWRITING, "first ", TWO, "earlier messages in another way"),
         (SHOUTING, "first ", TWO, "the answer in another way"),
         (KEEPING, "first ", [*ONE, said("assistant", "first"), said("user", "x")], "blanks around the answer"),
@@ -149,22 +183,67 @@ def test_only_the_latest_turns_are_kept() -> None:
     for number in range(3):
         chat.turn([said("user", str(number))], "answer ")
     follow = [[said("user", str(number)), said("assistant", "answer "), said("user", "x")] for number in range(3)]
-    assert [chat.history.check(Turn.of("", messages, {})) is not None for messages in follow] == [False, True, True]
+    assert [latest(chat.history, messages) is not None for messages in follow] == [False, True, True]
     chat = Chat(TRIMMING, PrefixHistory(max_characters=60))
     for number in range(3):
         chat.turn([said("user", str(number))], "answer ")
         chat.turn([said("user", str(number))], "answer ")  # takes the place of the first
-    assert [chat.history.check(Turn.of("", messages, {})) is not None for messages in follow] == [False, True, True]
+    assert [latest(chat.history, messages) is not None for messages in follow] == [False, True, True]
 
 
 def test_the_answer_as_the_client_got_it() -> None:
     history = PrefixHistory()
     messages = [said("user", "x")]
-    history.remember(Turn.of("P", messages, {}), " tail", "begun tail")
-    turn = Turn.of("P tail|", [*messages, said("assistant", "begun tail"), said("user", "y")], {})
-    assert history.check(turn) is None
-    broken = history.check(Turn.of("Q", [*messages, said("assistant", "begun tail")], {}))
-    assert broken is not None
+    history.remember(turn_of("P", messages), Answer(" tail", [], said("assistant", "begun tail")))
+    assert check(history, "P tail|", [*messages, said("assistant", "begun tail"), said("user", "y")]) is None
+    assert check(history, "Q", [*messages, said("assistant", "begun tail")]) is not None
+
+
+def test_an_answer_with_calls_is_known_by_their_ids() -> None:
+    history = PrefixHistory()
+    question = said("user", "x")
+    history.remember(turn_of("P", [question]), Answer("raw", [], calling("c1", '{"a": 1}', "So:")))
+    returned = latest(history, [said("user", "edited"), calling("c1", {"a": 2})])
+    assert returned is not None
+    assert (returned.has_its_content, returned.has_its_calls) == (False, False)
+    returned = latest(history, [question, calling("other", {"a": 1}, " So:")])
+    assert returned is not None
+    assert returned.is_unchanged
+    assert latest(history, [said("user", "edited"), calling("c2", {"a": 1}, "So:")]) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "same"),
+    [
+        ('{"a": 1.0, "b": "é"}', True),
+        ('{"b":"\\u00e9","a":1}', True),
+        ({"a": 1, "b": "é"}, True),
+        ('{"a": 1}', False),
+        ('{"a": 1', False),
+        ([], False),
+    ],
+)
+def test_arguments_are_the_same_whatever_their_spelling(arguments: object, same: bool) -> None:
+    history = PrefixHistory()
+    history.remember(turn_of("P", []), Answer("raw", [], calling("c1", '{"a":1,"b":"é"}')))
+    returned = latest(history, [calling("c1", arguments)])
+    assert returned is not None
+    assert returned.has_its_calls is same
+
+
+def test_a_call_that_was_forgotten_is_not_known() -> None:
+    history = PrefixHistory(max_turns=1)
+    history.remember(turn_of("P", []), Answer("raw", [], calling("c1", "{}")))
+    history.remember(turn_of("Q", []), Answer("raw", [], calling("c2", '{"a": 1}')))
+    assert latest(history, [calling("c1", "{}")]) is None
+    assert latest(history, [calling("c2", "{}")]) is not None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "length"), [("", "", 0), ("ab", "abc", 2), ("abd", "abc", 2), ("x", "y", 0)]
+)
+def test_common_length(first: str, second: str, length: int) -> None:
+    assert common_length(first, second) == common_length(second, first) == length
 
 
 # --- volatile lines -------------------------------------------------------------------------------------------------
@@ -195,6 +274,6 @@ def test_the_table_of_volatile_lines() -> None:
 
 def test_the_next_turn_of_a_message_that_was_continued() -> None:
     history = PrefixHistory()
-    history.remember(Turn.of("<assistant>We", [], {}), "ll", "Well")
-    assert history.check(Turn.of("<assistant>Well</>", [said("assistant", "Well")], {})) is None
-    assert history.check(Turn.of("<assistant>well</>", [said("assistant", "Well")], {})) is not None
+    history.remember(turn_of("<assistant>We", []), Answer("ll", [], said("assistant", "Well")))
+    assert check(history, "<assistant>Well</>", [said("assistant", "Well")]) is None
+    assert check(history, "<assistant>well</>", [said("assistant", "Well")]) is not None

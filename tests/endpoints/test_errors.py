@@ -62,18 +62,6 @@ def test_a_refusal_names_the_field(server: RunningServer, fields: dict[str, obje
     assert said in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-    ],
-)
-def test_a_call_is_never_silently_optional(server: RunningServer, fields: dict[str, object], param: str) -> None:
-    error = post(server, "/v1/chat/completions", HI | fields)
-    assert (error["code"], error["param"]) == ("unsupported", param)
-
-
 def test_broken_json_is_told_with_its_place(server: RunningServer) -> None:
     response = server.http.post(
         "/v1/completions", content=b'{"prompt": "x",}', headers={"Content-Type": "application/json"}

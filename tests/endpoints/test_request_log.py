@@ -102,7 +102,7 @@ def test_every_prompt_of_a_list_is_logged(open_server: RunningServer, log: list[
 
 @pytest.mark.usefixtures("folder")
 def test_requests_are_logged_without_keys(open_server: RunningServer, log: list[str]) -> None:
-    secrets = {"hf_token": "secret", "tools": [{"deep": {"X-API-Key": ["secret"], "name": "kept"}}]}
+    secrets = {"hf_token": "secret", "metadata": [{"deep": {"X-API-Key": ["secret"], "name": "kept"}}]}
     headers = {
         "Cookie": "session=secret",
         "x-api-key": API_KEY,
@@ -119,7 +119,7 @@ def test_requests_are_logged_without_keys(open_server: RunningServer, log: list[
     (body,) = [json.loads(entry) for entry in logged(log, "INFO Body: ")]
     assert body == HI | {
         "hf_token": "[REDACTED]",
-        "tools": [{"deep": {"X-API-Key": "[REDACTED]", "name": "kept"}}],
+        "metadata": [{"deep": {"X-API-Key": "[REDACTED]", "name": "kept"}}],
     }
     assert not any(secret in entry for entry in log for secret in ("secret", API_KEY, ADMIN_KEY))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 
-from common.sampling import RequestModel
+from common.sampling import Integer, RequestModel
 from endpoints.OAI.types.common import (
     LEFT_OUT_IF_NONE,
     Choice,
@@ -17,20 +17,34 @@ from endpoints.OAI.types.common import (
     Usage,
 )
 from endpoints.OAI.types.message import ChatMessage
+from endpoints.OAI.types.tools import CalledTool, CalledToolDelta, FunctionChoice, FunctionSpec, Tool, ToolChoice
 
 
 class ReasoningOptions(RequestModel):
-    effort: str | None = None
+    """OpenRouter's object."""
+
     enabled: bool | None = None
+    effort: str | None = None
+    max_tokens: Integer | None = Field(
+        default=None,
+        validation_alias=AliasChoices("max_tokens", "budget_tokens"),
+        description="The same as reasoning_budget_tokens.",
+    )
+    exclude: bool = Field(default=False, description="Leave thoughts out of the response.")
 
 
-class ToolFunction(RequestModel):
-    name: Annotated[str, Field(min_length=1)]
+class ThinkingOptions(RequestModel):
+    """Anthropic's object, which other servers also take in chat completions."""
+
+    type: str | None = Field(default=None, description="enabled, disabled; anything else is up to the template.")
+    budget_tokens: Integer | None = None
 
 
-class NamedTool(RequestModel):
-    type: Literal["function"] = "function"
-    function: ToolFunction
+def _thinking_options(value: object) -> object:
+    return {"type": "enabled" if value else "disabled"} if isinstance(value, bool) else value
+
+
+ReasoningFormat: TypeAlias = Literal["auto", "deepseek", "deepseek-legacy", "parsed", "none", "raw", "hidden"]
 
 
 class ChatCompletionRequest(GenerationFields):
@@ -40,12 +54,74 @@ class ChatCompletionRequest(GenerationFields):
     response_prefix: str | None = Field(None, description="Text that the answer goes on from; not part of it.")
     template_vars: dict[str, Any] = Field({}, validation_alias=AliasChoices("template_vars", "chat_template_kwargs"))
     reasoning: ReasoningOptions = ReasoningOptions()
+    thinking: Annotated[
+        ThinkingOptions, BeforeValidator(_thinking_options, json_schema_input_type=bool | ThinkingOptions)
+    ] = ThinkingOptions()
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     verbosity: str | None = None
-    tools: list[dict[str, Any]] | None = Field(None, description="Shown to the chat template as they are.")
-    functions: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    reasoning_budget_tokens: Integer | None = Field(
+        None,
+        validation_alias=AliasChoices(
+            "reasoning_budget_tokens",
+            "reasoning_budget",
+            "thinking_budget_tokens",
+            "thinking_budget",
+            "thinking_token_budget",
+            "max_thinking_tokens",
+        ),
+        description="Tokens after which a thought is ended. Negative: as the model's settings say.",
+    )
+    reasoning_budget_message: str | None = Field(
+        None,
+        validation_alias=AliasChoices("reasoning_budget_message", "thinking_budget_message"),
+        description="Text put at the end of a thought that reaches its budget.",
+    )
+    include_reasoning: bool | None = Field(
+        None, description="true: thoughts also under the name reasoning; false: leave them out of the response."
+    )
+    reasoning_format: ReasoningFormat = Field(
+        "auto", description="none or raw: leave thoughts in the content, with their tags; hidden: leave them out."
+    )
+    tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: ToolChoice | None = Field(None, description="Default: auto.")
+    parallel_tool_calls: bool = Field(True, description="false: one call at most.")
+    functions: list[FunctionSpec] | None = Field(None, description="The way before tools. Calls are tool_calls.")
+    function_call: FunctionChoice | None = Field(None, description="The way before tool_choice.")
+
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the prompt ends with the opening of an assistant's message."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    @property
+    def shows_thoughts(self) -> bool:
+        """Whether thoughts, where they are told apart, are part of the response."""
+        return self.include_reasoning is not False and not self.reasoning.exclude and self.reasoning_format != "hidden"
+
+    @property
+    def thoughts_in_content(self) -> bool:
+        return self.reasoning_format in ("none", "raw")
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model shall think; None where the request does not say."""
+        if self.enable_thinking is not None:
+            return self.enable_thinking
+        if self.reasoning.enabled is not None:
+            return self.reasoning.enabled
+        by_type = {"enabled": True, "disabled": False}.get(self.thinking.type or "")
+        return False if by_type is None and self.effort == "none" else by_type
+
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning_effort or self.reasoning.effort
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        """Tokens; None where the request names none."""
+        given = (self.reasoning_budget_tokens, self.reasoning.max_tokens, self.thinking.budget_tokens)
+        return next((budget for budget in given if budget is not None and budget >= 0), None)
 
 
 class TokenLogprob(BaseModel):
@@ -65,9 +141,18 @@ class ChatLogprobs(BaseModel):
 
 
 class AssistantMessage(BaseModel):
+    """
+    Attributes:
+        content: null where there is nothing but a thought or calls.
+        reasoning: the same as `reasoning_content`, on request.
+    """
+
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    reasoning_content: str | None = LEFT_OUT_IF_NONE
+    reasoning: str | None = LEFT_OUT_IF_NONE
+    tool_calls: list[CalledTool] | None = LEFT_OUT_IF_NONE
 
 
 class ChatChoice(Choice):
@@ -85,6 +170,9 @@ class ChatCompletion(Envelope):
 class Delta(BaseModel):
     role: Literal["assistant"] | None = LEFT_OUT_IF_NONE
     content: str | None = LEFT_OUT_IF_NONE
+    reasoning_content: str | None = LEFT_OUT_IF_NONE
+    reasoning: str | None = LEFT_OUT_IF_NONE
+    tool_calls: list[CalledToolDelta] | None = LEFT_OUT_IF_NONE
 
 
 class ChunkChoice(Choice):

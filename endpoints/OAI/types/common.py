@@ -102,7 +102,7 @@ class CompletionTokensDetails(BaseModel):
 
     accepted_prediction_tokens: int = Field(description="Tokens of a drafter that the model agreed with.")
     rejected_prediction_tokens: int = Field(description="Those that it did not agree with.")
-    reasoning_tokens: int = Field(default=0, description="Always 0: thoughts are not told apart yet.")
+    reasoning_tokens: int = Field(description="Tokens of thoughts.")
 
 
 class Usage(BaseModel):

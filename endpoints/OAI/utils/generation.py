@@ -18,7 +18,7 @@ from backends.client import EngineClient
 from backends.messages import ModelInfo
 from common import generation
 from common.errors import Unsupported
-from common.generation import Constraint, Event, Finish, GenerationRequest, Prefill, TextDelta, TextSpan
+from common.generation import Constraint, Event, Finish, GenerationRequest, Prefill, TextDelta, TextSpan, Thoughts
 from endpoints.errors import openai_error
 from endpoints.OAI.types.common import (
     Choice,
@@ -114,6 +114,7 @@ def generation_requests(
     add_bos: bool | None = None,
     literals: Sequence[TextSpan] = (),
     stop_strings: Sequence[str] = (),
+    thoughts: Thoughts | None = None,
     echo: bool = False,
     prompt_only: bool = False,
 ) -> list[GenerationRequest]:
@@ -140,6 +141,7 @@ def generation_requests(
         token_healing=fields.token_healing,
         logprobs=logprobs,
         constraints=list(constraints),
+        thoughts=thoughts,
         echo=echo,
         prompt_only=prompt_only,
     )
@@ -307,6 +309,7 @@ def total_usage(usages: Mapping[int, generation.Usage], per_prompt: int) -> Usag
         completion_tokens_details=CompletionTokensDetails(
             accepted_prediction_tokens=sum(usage.accepted_draft_tokens for usage in answers),
             rejected_prediction_tokens=sum(usage.rejected_draft_tokens for usage in answers),
+            reasoning_tokens=sum(usage.reasoning_tokens for usage in answers),
         ),
         queue_time=round(max(usage.queue_seconds for usage in answers), 4),
         prompt_time=round(prompt_time, 4),

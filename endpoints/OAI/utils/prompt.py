@@ -2,77 +2,104 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from loguru import logger
 
 from backends.messages import ControlToken
 from common.config_models import ModelParameters
-from common.control_text import ControlStrings, StandIns
+from common.control_text import StandIns
 from common.conversations import Message, Tool
 from common.errors import InvalidRequest
-from common.prefixes import PrefixHistory, Turn
+from common.parsing.detection import AnswerSyntax
+from common.parsing.events import AnswerReader
+from common.parsing.formats.base import ToolFormat
+from common.prefixes import Answer, Outline, PrefixBreak, PrefixHistory, Turn, WrittenPrompt, digest_of
+from common.splicing import with_thoughts, write_prompt
 from common.templating import ChatTemplate, RenderedPrompt
 from endpoints.OAI.types.chat import ChatCompletionRequest
 from endpoints.OAI.types.message import ChatMessage
+from endpoints.OAI.utils.control_tokens import ControlTokens
 from endpoints.OAI.utils.messages import template_messages
+from endpoints.OAI.utils.tools import ToolUse, tool_use
 
-T = TypeVar("T")
 
-_ROLES: Final = frozenset(
-    {"system", "developer", "user", "assistant", "tool", "function", "observation", "ipython", "context", "documents"}
-)
+@dataclass(frozen=True)
+class ChatPrompt:
+    """The prompt of a chat completion.
+
+    Attributes:
+        rendered: its text.
+        given: characters at its end that the client wants the answer to begin with.
+        tools: which the answer may call.
+        broken: how it fails to go on from the turn before it in its conversation; None if it does.
+        remember: to be called with each finished answer and the ids of its tokens, so that the next turn can go on
+            from it.
+    """
+
+    rendered: RenderedPrompt
+    given: int
+    tools: ToolUse
+    broken: PrefixBreak | None
+    remember: Callable[[AnswerReader, Collection[int]], None]
+
+    @property
+    def text(self) -> str:
+        return self.rendered.text
 
 
 class PromptWriter:
     """Turns the conversations of requests into prompts for one loaded model.
 
-    Args:
+    Attributes:
         template: of the model.
         model: the settings that it was loaded with.
+        syntax: how it writes its answers.
+
+    Args:
         control_tokens: of its tokenizer.
     """
 
     def __init__(
-        self, template: ChatTemplate, model: ModelParameters, control_tokens: Sequence[ControlToken] = ()
+        self,
+        template: ChatTemplate,
+        model: ModelParameters,
+        control_tokens: Sequence[ControlToken] = (),
+        *,
+        syntax: AnswerSyntax,
     ) -> None:
         self.template = template
-        self._model = model
-        self._guard = None if model.control_tokens_in_messages else _Guard(template, model, control_tokens)
-        self._history = PrefixHistory((model.reasoning_start_token, model.reasoning_end_token))
+        self.model = model
+        self.syntax = syntax
+        self._tokens = ControlTokens(template, control_tokens, syntax.tags or ())
+        self._history = PrefixHistory()
 
-    def chat(self, body: ChatCompletionRequest) -> RenderedPrompt:
+    def chat(self, body: ChatCompletionRequest) -> ChatPrompt:
         """The prompt that a chat completion goes on from.
 
         Raises:
-            InvalidRequest: the messages cannot be rendered.
+            InvalidRequest: the messages or the tools cannot be shown.
         """
-        add_generation_prompt = body.add_generation_prompt
-        if add_generation_prompt is None:
-            add_generation_prompt = not body.continue_final_message
-        elif add_generation_prompt and body.continue_final_message:
+        if body.continue_final_message and body.begins_answer:
             raise InvalidRequest(
                 "continue_final_message ends the prompt inside the last message, add_generation_prompt after it; only "
                 "one of them can be true.",
                 param="continue_final_message",
             )
-        prompt = self.conversation(
-            body.messages,
-            _variables(body),
-            tools=body.tools,
-            functions=body.functions,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-        )
-        if not body.response_prefix:
-            return prompt
-        if not (add_generation_prompt or body.continue_final_message):
-            logger.warning("A response_prefix was left out: the prompt does not end with the opening of an answer")
-            return prompt
-        return prompt._replace(text=prompt.text + body.response_prefix)
+        tools = tool_use(body)
+        hidden = tools.mode == "none" and self.model.exclude_tools_when_tool_choice_none
+        with _shallow("messages"):
+            conversation = self._conversation(
+                body.messages,
+                _variables(body),
+                tools=None if hidden else tools.declared,
+                functions=None if hidden else [function.given for function in body.functions or ()],
+            )
+            return self._prompt(body, conversation, tools)
 
     def conversation(
         self,
@@ -80,72 +107,145 @@ class PromptWriter:
         variables: Mapping[str, Any],
         *,
         tools: list[Tool] | None = None,
-        functions: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
         path: str = "messages",
     ) -> RenderedPrompt:
         """A conversation as the template writes it, every message in its place.
 
         Args:
             variables: of the request; the model's defaults are below them, its forced ones above.
-            functions: tools in the way of old. They are shown as tools too, where there are none.
+            tools: as the client described them.
             path: of the messages in the request, for errors.
         """
-        tools = tools or _as_tools(functions)
-        legacy = {"functions": functions} if functions else {}
-        given = {**self._model.template_vars_default, **variables, **self._model.forced_template_variables()}
-        template = self.template.variant(tools)
         with _shallow(path):
-            shown = self._messages(messages, template, path)
-            stand_ins = StandIns(shown, tools, legacy, given, template.source)
-            if self._guard is not None:
-                shown = self._guard.hide_in_messages(shown, stand_ins)
-                tools, legacy = self._guard.hide((tools, legacy), stand_ins)
-            rendering = template.render(
-                shown,
-                {**given, **legacy},
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                path=path,
-            )
-        text, literals = stand_ins.reveal(rendering.text)
-        return RenderedPrompt(text, literals, rendering.stop_strings)
+            conversation = self._conversation(messages, variables, tools=tools, path=path)
+            return conversation.render(conversation.messages, add_generation_prompt=add_generation_prompt)
 
-    def follow(self, body: ChatCompletionRequest, prompt: str, *, quote: bool) -> Callable[[str], None]:
-        """Say in the log where a prompt does not go on from the turn before it in its conversation.
+    def _conversation(
+        self,
+        messages: Sequence[ChatMessage],
+        variables: Mapping[str, Any],
+        *,
+        tools: list[Tool] | None,
+        functions: list[dict[str, Any]] | None = None,
+        path: str = "messages",
+    ) -> _Conversation:
+        template = self.template.variant(tools)
+        forgeable = self.model.control_tokens_in_messages
+        if not forgeable:
+            self._tokens.check_roles(messages, path)
+        return _Conversation(
+            template=template,
+            messages=self._in_form(messages, template, path),
+            variables={**self.model.template_vars_default, **variables, **self.model.forced_template_variables()},
+            tools=tools,
+            functions=functions,
+            form=self.syntax.form,
+            tokens=None if forgeable else self._tokens,
+            path=path,
+        )
 
-        Args:
-            prompt: the text that `chat()` made of the body.
-            quote: show some characters of both prompts in the log.
+    def _in_form(self, messages: Sequence[ChatMessage], template: ChatTemplate, path: str) -> list[Message]:
+        return template_messages(messages, template, path=path, keep_volatile_lines=self.model.keep_volatile_lines)
 
-        Returns:
-            What to call with the text of each answer to the prompt, so that the next turn can be compared with it.
-        """
-        template = self.template.variant(body.tools or _as_tools(body.functions))
+    def _prompt(self, body: ChatCompletionRequest, conversation: _Conversation, tools: ToolUse) -> ChatPrompt:
+        messages = conversation.messages
+        begun = messages[-1:] if body.continue_final_message else []  # the answer
+        before = messages[: len(messages) - len(begun)]
+        begun_text = "".join(message["content"] or "" for message in begun)
+        prefix = _response_prefix(body)
+        outline = Outline.of(before)
+        returned = self._history.latest(before, outline)
+        if returned is None:
+            written = WrittenPrompt.by_template(conversation.render_as_asked(messages, body))
+        else:
+
+            def render(part: Sequence[Message], *, whole: bool) -> RenderedPrompt:
+                return conversation.render_as_asked(part, body) if whole else conversation.render(part)
+
+            before = with_thoughts(before, outline, returned)
+            written = write_prompt([*before, *begun], returned, render, self._tokens.all)
+        rendered = written.prompt._replace(text=written.prompt.text + prefix)
         inputs = {
-            "tools": body.tools,
-            "functions": body.functions,
+            "tools": conversation.tools,
+            "functions": conversation.functions or None,
             "response_prefix": body.response_prefix,
             **_variables(body),
         }
-        with _shallow("messages"):
-            messages = self._messages(body.messages, template, "messages")
-            begun = messages.pop()["content"] if body.continue_final_message else ""
-            turn = Turn.of(prompt, messages, inputs)
-        if (broken := self._history.check(turn)) is not None:
-            logger.info("{}", broken.describe(quote=quote))
+        turn = Turn.of(written._replace(prompt=rendered), before, inputs)
 
-        def remember(answer: str) -> None:
-            self._history.remember(turn, answer, begun + answer)
+        @cache
+        def base() -> bytes | None:
+            if prefix.strip() not in ("", *(self.syntax.tags or ())):
+                return None  # clients may or may not make it a part of the answer that they send back
+            with suppress(InvalidRequest):
+                return digest_of(conversation.render(before))
+            return None
 
-        return remember
+        def remember(answer: AnswerReader, token_ids: Collection[int]) -> None:
+            # What is too deep to look at, as arguments of a model gone wild are, is left to the template next time.
+            with suppress(InvalidRequest), _shallow("messages"):
+                [message] = self._in_form([_as_returned(answer, begun_text)], conversation.template, "messages")
+                spelled = [] if conversation.tokens is None else conversation.tokens.spelled(answer.text, token_ids)
+                self._history.remember(turn, Answer(answer.text, spelled, message), base())
 
-    def _messages(self, messages: Sequence[ChatMessage], template: ChatTemplate, path: str) -> list[Message]:
-        if self._guard is not None:
-            self._guard.check_roles(messages, path)
-        return template_messages(messages, template, path=path, keep_volatile_lines=self._model.keep_volatile_lines)
+        broken = None if returned is None else self._history.check(turn, returned)
+        return ChatPrompt(rendered, len(begun_text) + len(prefix), tools, broken, remember)
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """A conversation that can be rendered in part, and as often as it takes.
+
+    Attributes:
+        messages: in the form in which the template gets them.
+        functions: tools in the way before `tools`; a variable of the template's.
+        form: of calls, see `ChatTemplate.render()`.
+        tokens: that must not be forged; None where they may.
+        path: of the messages in the request, for errors.
+    """
+
+    template: ChatTemplate
+    messages: list[Message]
+    variables: Mapping[str, Any]
+    tools: list[Tool] | None
+    functions: list[dict[str, Any]] | None
+    form: ToolFormat
+    tokens: ControlTokens | None
+    path: str
+
+    def render_as_asked(self, messages: Sequence[Message], body: ChatCompletionRequest) -> RenderedPrompt:
+        """With the end that a request wants."""
+        return self.render(
+            messages,
+            add_generation_prompt=body.begins_answer,
+            continue_final_message=body.continue_final_message,
+        )
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+    ) -> RenderedPrompt:
+        """Some messages of the conversation, or all of them."""
+        tools, legacy = self.tools, {"functions": self.functions} if self.functions else {}
+        stand_ins = StandIns(messages, tools, legacy, self.variables, self.template.source)
+        if self.tokens is not None:
+            messages = self.tokens.hide_in_messages(messages, stand_ins)
+            tools, legacy = self.tokens.hide((tools, legacy), stand_ins)
+        rendering = self.template.render(
+            messages,
+            {**self.variables, **legacy},
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            form=self.form,
+            path=self.path,
+        )
+        text, literals = stand_ins.reveal(rendering.text)
+        return RenderedPrompt(text, literals, rendering.stop_strings)
 
 
 @contextmanager
@@ -157,59 +257,30 @@ def _shallow(path: str) -> Iterator[None]:
         raise InvalidRequest(f"The {path}, the tools or the variables are nested too deeply.", param=path) from error
 
 
+def _response_prefix(body: ChatCompletionRequest) -> str:
+    if body.response_prefix and not (body.begins_answer or body.continue_final_message):
+        logger.warning("A response_prefix was left out: the prompt does not end with the opening of an answer")
+        return ""
+    return body.response_prefix or ""
+
+
 def _variables(body: ChatCompletionRequest) -> dict[str, Any]:
     """What a request sets for the template."""
-    given = {
-        "enable_thinking": body.reasoning.enabled if body.enable_thinking is None else body.enable_thinking,
-        "reasoning_effort": body.reasoning_effort or body.reasoning.effort,
-        "verbosity": body.verbosity,
-    }
+    given = {"enable_thinking": body.thinks, "reasoning_effort": body.effort, "verbosity": body.verbosity}
     return {name: value for name, value in given.items() if value is not None} | body.template_vars
 
 
-def _as_tools(functions: Sequence[dict[str, Any]] | None) -> list[Tool] | None:
-    return [{"type": "function", "function": function} for function in functions or ()] or None
-
-
-class _Guard:
-    """Keeps what a request says from becoming control tokens.
-
-    An assistant's messages keep the tokens that the tokenizer does not call special, and the tags of thoughts: they
-    have to come back as the tokens that the model gave.
-    """
-
-    def __init__(self, template: ChatTemplate, model: ModelParameters, tokens: Sequence[ControlToken]) -> None:
-        control = [token for token in tokens if _is_control(token, template)]
-        thoughts = (model.reasoning_start_token, model.reasoning_end_token)
-        self._all = ControlStrings([token.text for token in control])
-        self._special = ControlStrings(
-            [token.text for token in control if token.special and token.text not in thoughts]
-        )
-        # Templates make a token such as <|user|> of a role, so a role must not be called as another token is.
-        names = {re.sub(r"^\W+|\W+$", "", token.text) for token in control}
-        self._reserved = {name for name in names if name.lower() not in _ROLES}
-
-    def check_roles(self, messages: Sequence[ChatMessage], path: str) -> None:
-        for index, message in enumerate(messages):
-            if message.role in self._reserved:
-                raise InvalidRequest(
-                    f"{path}.{index}.role {message.role!r} is the name of a control token of the model.",
-                    param=f"{path}.{index}.role",
-                )
-
-    def hide(self, value: T, stand_ins: StandIns) -> T:
-        hidden: T = stand_ins.hide(value, self._all)
-        return hidden
-
-    def hide_in_messages(self, messages: Sequence[Message], stand_ins: StandIns) -> list[Message]:
-        return [
-            stand_ins.hide(message, self._special if message["role"] == "assistant" else self._all)
-            for message in messages
-        ]
-
-
-def _is_control(token: ControlToken, template: ChatTemplate) -> bool:
-    """Tokenizers also hold runs of blanks and bits of markup that are text like any other, except to the tokenizer."""
-    if token.text.isspace():
-        return False
-    return token.special or token.text.startswith("<|") or token.text in template.source
+def _as_returned(answer: AnswerReader, begun: str) -> ChatMessage:
+    """An answer as clients send it back."""
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in answer.calls
+    ]
+    return ChatMessage.model_validate(
+        {
+            "role": "assistant",
+            "content": begun + answer.content,
+            "reasoning_content": answer.reasoning or None,
+            "tool_calls": calls or None,
+        }
+    )

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from common.config_models import ModelConfig
 from common.generation import Event, Finish, GenerationRequest, Prefill, SampledLogprob, TextDelta, TokenLogprob, Usage
 from common.templating import ChatTemplate
 from endpoints.OAI.types.chat import ChatCompletionRequest
 from endpoints.OAI.types.common import Envelope
 from endpoints.OAI.types.completion import CompletionRequest
-from endpoints.OAI.utils.chat import ChatCodec, chat_generation_requests
+from endpoints.OAI.utils.chat import ChatCodec, ChatTurn
 from endpoints.OAI.utils.completion import CompletionCodec, completion_generation_requests
 from endpoints.OAI.utils.generation import total_usage
-from endpoints.OAI.utils.prompt import PromptWriter
 from endpoints.streaming import Queued
+from tests.endpoints.OAI.writing import writer
+from tests.endpoints.running import CHATML
 
 ENVELOPE = Envelope(id="id", created=1, model="m", system_fingerprint="fp")
 USAGE = Usage(
@@ -42,7 +42,7 @@ EVENTS: list[Event | Queued] = [
 
 def chat_codec(**fields: object) -> ChatCodec:
     body = ChatCompletionRequest.model_validate({"messages": [{"content": "hi"}], **fields})
-    return ChatCodec(ENVELOPE, body, lambda answer: None)
+    return ChatCodec(ENVELOPE, ChatTurn(body, writer(CHATML)))
 
 
 def completion_codec(**fields: object) -> CompletionCodec:
@@ -139,7 +139,7 @@ def test_how_many_logprobs(
     chat = ChatCompletionRequest.model_validate({"messages": [{"content": "hi"}], **chat_fields})
     completion = CompletionRequest.model_validate({"prompt": "hi", **completion_fields})
     requests = [
-        *chat_generation_requests(chat, PromptWriter(ChatTemplate("t", "x"), ModelConfig())),
+        *ChatTurn(chat, writer("x")).requests(),
         *completion_generation_requests(completion),
     ]
     assert [request.logprobs for request in requests] == [logprobs, logprobs]
@@ -147,7 +147,7 @@ def test_how_many_logprobs(
 
 def requests_for(template: ChatTemplate) -> list[GenerationRequest]:
     body = ChatCompletionRequest.model_validate({"messages": [{"content": "hi"}]})
-    return chat_generation_requests(body, PromptWriter(template, ModelConfig()))
+    return ChatTurn(body, writer(template)).requests()
 
 
 def test_a_bos_in_the_template_is_not_doubled() -> None:

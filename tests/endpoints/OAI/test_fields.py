@@ -9,30 +9,43 @@ from loguru import logger
 from pydantic import AliasChoices, ValidationError
 
 from common.sampling import RequestModel
-from endpoints.OAI.types.chat import ChatCompletionRequest, NamedTool, ReasoningOptions, ToolFunction
+from endpoints.OAI.types.chat import ChatCompletionRequest, ReasoningOptions, ThinkingOptions
 from endpoints.OAI.types.common import GenerationFields, ResponseFormat, StreamOptions, StructuredOutputs
 from endpoints.OAI.types.completion import CompletionRequest
 from endpoints.OAI.types.message import ChatMessage, ContentPart, CustomCall, FunctionCall, ImageUrl, ToolCall
+from endpoints.OAI.types.tools import (
+    AllowedTools,
+    FunctionSpec,
+    NamedTool,
+    ToolChoiceOfAllowed,
+    ToolFunction,
+    ToolSpec,
+)
 from endpoints.OAI.utils.generation import IGNORED_HEADER
 from tests.endpoints.OAI.test_chat import HI, chat, frames
 from tests.endpoints.running import RunningServer
 
 # The least that each of the objects of a request needs.
 OBJECTS: dict[type[RequestModel], dict[str, Any]] = {
+    AllowedTools: {"tools": []},
     ChatCompletionRequest: {"messages": [{"role": "user", "content": "hi"}]},
     CompletionRequest: {"prompt": "hi"},
     ChatMessage: {"content": "hi"},
     ContentPart: {"type": "text", "text": "hi"},
     CustomCall: {"name": "f"},
     FunctionCall: {"name": "f"},
+    FunctionSpec: {"name": "f"},
     ImageUrl: {"url": "data:,"},
     NamedTool: {"function": {"name": "f"}},
     ReasoningOptions: {},
     ResponseFormat: {},
     StreamOptions: {},
     StructuredOutputs: {},
+    ThinkingOptions: {},
     ToolCall: {"function": {"name": "f"}},
+    ToolChoiceOfAllowed: {"type": "allowed_tools", "allowed_tools": {"tools": []}},
     ToolFunction: {"name": "f"},
+    ToolSpec: {"function": {"name": "f"}},
 }
 
 
@@ -73,7 +86,11 @@ def test_all_objects_of_a_request_are_here() -> None:
     def below(model: type[RequestModel]) -> set[type[RequestModel]]:
         return {model}.union(*map(below, model.__subclasses__()))
 
-    ours = {model for model in below(RequestModel) if model.__module__.startswith("endpoints.OAI.types")}
+    ours = {
+        model
+        for model in below(RequestModel)
+        if model.__module__.startswith("endpoints.OAI.types") and not model.__name__.startswith("_")
+    }
     assert ours - {GenerationFields} == set(OBJECTS)
 
 

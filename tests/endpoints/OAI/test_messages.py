@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from common.config_models import ModelConfig
 from common.errors import InvalidRequest, Unsupported
 from common.templating import ChatTemplate
 from endpoints.OAI.types.message import ChatMessage
-from endpoints.OAI.utils.prompt import PromptWriter
+from tests.endpoints.OAI.writing import writer
 from tests.endpoints.running import RunningServer
 
 SHOWN = ChatTemplate("shown", "{{ messages | tojson }}")
@@ -33,8 +32,7 @@ CONVERSATION = TypeAdapter(list[ChatMessage])
 
 def seen(*messages: object, template: ChatTemplate = SHOWN) -> Any:
     """The messages as the template sees them."""
-    writer = PromptWriter(template, ModelConfig())
-    return json.loads(writer.conversation(CONVERSATION.validate_python(messages), {}).text)
+    return json.loads(writer(template).conversation(CONVERSATION.validate_python(messages), {}).text)
 
 
 def called(arguments: object) -> dict[str, Any]:
@@ -160,7 +158,7 @@ def test_no_list_of_messages_is_a_400(server: RunningServer, messages: object) -
     [
         '{"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":DEEP}}]}]}',
         '{"messages":[{"content":"x","extra":DEEP}]}',
-        '{"messages":[{"content":"x"}],"tools":[DEEP]}',
+        '{"messages":[{"content":"x"}],"tools":[{"function":{"name":"f","parameters":DEEP}}]}',
         '{"messages":[{"content":"x"}],"chat_template_kwargs":{"x":DEEP}}',
     ],
 )
@@ -243,13 +241,13 @@ ITEMS = ChatTemplate(
 )
 def test_arguments_are_a_mapping_for_templates_that_walk_through_them(arguments: object, text: str) -> None:
     messages = CONVERSATION.validate_python([called(arguments)])
-    assert PromptWriter(ITEMS, ModelConfig()).conversation(messages, {}).text == text
+    assert writer(ITEMS).conversation(messages, {}).text == text
 
 
 def test_broken_arguments_too_deep_to_read() -> None:
     deep = '{"a":' * 100_000
     messages = CONVERSATION.validate_python([called(deep)])
-    assert deep[:100] in PromptWriter(ITEMS, ModelConfig()).conversation(messages, {}).text.replace('\\"', '"')
+    assert deep[:100] in writer(ITEMS).conversation(messages, {}).text.replace('\\"', '"')
 
 
 @pytest.mark.parametrize("arguments", ['{"path": "/s', '""', "[1]"])
@@ -265,7 +263,7 @@ def test_arguments_stay_text_for_templates_that_write_it(arguments: object, text
     source = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments + '' }}"
     source += "{% endfor %}{% endfor %}"
     messages = CONVERSATION.validate_python([called(arguments)])
-    assert PromptWriter(ChatTemplate("t", source), ModelConfig()).conversation(messages, {}).text == text
+    assert writer(source).conversation(messages, {}).text == text
 
 
 def test_calls_are_complete() -> None:
@@ -360,8 +358,7 @@ def test_ids_that_the_template_would_refuse() -> None:
         {"role": "tool", "tool_call_id": "call_long", "content": "x"},
         {"role": "tool", "tool_call_id": "AbCdEfGh9", "content": "x"},
     ]
-    writer = PromptWriter(ChatTemplate("t", source), ModelConfig())
-    made, first, second, _ = writer.conversation(CONVERSATION.validate_python(messages), {}).text.split(" ")
+    made, first, second, _ = writer(source).conversation(CONVERSATION.validate_python(messages), {}).text.split(" ")
     assert made == f"{first[1:]}{{}}AbCdEfGh9{{}}"
     assert first[1:].isalnum()
     assert second == "=AbCdEfGh9"
@@ -369,5 +366,8 @@ def test_ids_that_the_template_would_refuse() -> None:
 
 def test_a_call_beside_a_content_of_none() -> None:
     source = "{% for m in messages %}{{ m.content if m.content is not none else m.tool_calls | tojson }}{% endfor %}"
-    writer = PromptWriter(ChatTemplate("t", source), ModelConfig())
-    assert '"name": "ls"' in writer.conversation(CONVERSATION.validate_python([called("{}")]), {}).text
+    assert '"name": "ls"' in writer(source).conversation(CONVERSATION.validate_python([called("{}")]), {}).text
+    both = called("{}") | {"content": "Let me look."}
+    text = writer(source).conversation(CONVERSATION.validate_python([both]), {}).text
+    assert text.startswith("Let me look.")
+    assert '"name": "ls"' in text

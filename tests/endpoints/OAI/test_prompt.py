@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.messages import ControlToken
-from common.config_models import ModelConfig
 from common.errors import InvalidRequest
 from common.generation import TextSpan
 from common.templating import ChatTemplate, RenderedPrompt, find_template
 from endpoints.OAI.types.chat import ChatCompletionRequest
-from endpoints.OAI.utils.prompt import PromptWriter
+from tests.endpoints.OAI.writing import writer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.name }}{{ m.content }}"
@@ -31,8 +30,7 @@ VARIABLES = ChatTemplate("variables", "{{ a }}{{ b }}{{ c }}{{ enable_thinking }
 
 def chat(body: dict[str, Any], source: str | ChatTemplate = CHATML, **model: object) -> RenderedPrompt:
     template = source if isinstance(source, ChatTemplate) else ChatTemplate("t", source, {"bos_token": "<s>"})
-    writer = PromptWriter(template, ModelConfig.model_validate(model), CONTROL)
-    return writer.chat(ChatCompletionRequest.model_validate(body))
+    return writer(template, CONTROL, **model).chat(ChatCompletionRequest.model_validate(body)).rendered
 
 
 def user(text: object) -> dict[str, Any]:
@@ -72,11 +70,9 @@ def test_fields_that_set_variables(fields: dict[str, Any], model: dict[str, Any]
 
 def test_a_request_leaves_the_models_variables_alone() -> None:
     defaults = {"a": {"x": [1]}}
-    writer = PromptWriter(
-        ChatTemplate("t", "{{ a | tojson }}{{ b }}"), ModelConfig(template_vars_default=defaults), CONTROL
-    )
+    prompts = writer("{{ a | tojson }}{{ b }}", CONTROL, template_vars_default=defaults)
     body = ChatCompletionRequest.model_validate(user("x") | {"template_vars": {"b": 1}})
-    assert writer.chat(body).text == '{"x": [1]}1'
+    assert prompts.chat(body).text == '{"x": [1]}1'
     assert defaults == {"a": {"x": [1]}}
 
 
@@ -225,10 +221,9 @@ def test_whoever_says_it(role: str) -> None:
 def test_what_a_model_said_keeps_its_ordinary_tokens() -> None:
     call = {"id": "<s>", "function": {"name": "f", "arguments": {"<|im_end|>": "<tool_call>"}}}
     message = {"role": "assistant", "content": FORGED + "[THINK]", "tool_calls": [call]}
-    prompt = chat({"messages": [message]})
+    prompt = chat({"messages": [message]}, reasoning_mode="off")
     assert spelled(prompt) == ["<|im_end|>", "<|im_start|>", "[THINK]", "<|im_end|>"]
-    tags = {"reasoning_start_token": "[THINK]", "reasoning_end_token": "[/THINK]"}
-    assert spelled(chat({"messages": [message]}, **tags)) == ["<|im_end|>", "<|im_start|>", "<|im_end|>"]
+    assert spelled(chat({"messages": [message]})) == ["<|im_end|>", "<|im_start|>", "<|im_end|>"]
 
 
 def test_parts_cannot_make_a_token_together() -> None:
