@@ -27,6 +27,8 @@ from backends.manager import ModelManager  # noqa: E402
 from common.config_models import PLANNED, Settings  # noqa: E402
 from common.errors import ServerError  # noqa: E402
 from common.fim import FAMILIES  # noqa: E402
+from common.parsing.formats.base import Call  # noqa: E402
+from common.parsing.formats.registry import FORMATS  # noqa: E402
 from common.sampling import ForeignSamplers, SamplingFields, SamplingParameters  # noqa: E402
 from common.settings_catalog import CATALOG, Setting  # noqa: E402
 from common.tabby_config import SAMPLE_FILE, render_config  # noqa: E402
@@ -129,6 +131,16 @@ def fill_in_the_middle_table() -> str:
     return "\n".join(rows).replace("<|", "<\\|").replace("|>", "\\|>")
 
 
+def tool_formats_table() -> str:
+    rows = ["| `tool_format` | A call |", "|---|---|"]
+    for format in FORMATS:
+        names = ", ".join(f"`{name}`" for name in format.names)
+        call = format.write([Call("ls", '{"path": "/srv"}')]).replace("\n", "↵").replace("|", "\\|")
+        marks = "``" if "`" not in call else "````"
+        rows.append(f"| {names} | {marks} {call} {marks} |")
+    return "\n".join(rows)
+
+
 # What stands between markers, by name.
 TABLES: Mapping[str, Callable[[], str]] = {
     **{f"settings {section}": functools.partial(settings_table, section) for section in CATALOG},
@@ -140,6 +152,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "foreign samplers": foreign_samplers_table,
     "usage": usage_table,
     "fill in the middle": fill_in_the_middle_table,
+    "tool formats": tool_formats_table,
 }
 
 

@@ -21,11 +21,13 @@ from backends.exllamav3.checkpoints import DEFAULT_INTERVAL, DEFAULT_INTERVAL_PP
 from common.auth import KeyStore
 from common.config_models import Settings
 from common.grammar import MOST_CHARACTERS, check_constraint
-from common.grammar_compiler import WHITESPACE
+from common.json_schema import WHITESPACE
+from common.parsing.detection import tool_format_names
 from common.prefixes import MAX_TURNS
 from common.sampling import MAX_ANSWERS, MAX_TOP_LOGPROBS, SamplerPresets
 from common.settings_catalog import ALL_SETTINGS, CATALOG, SECTIONS, unknown_keys
 from common.templating import ChatTemplate, find_template
+from endpoints.OAI.types.chat import ChatCompletionRequest
 from endpoints.OAI.types.common import GenerationFields
 from endpoints.OAI.types.completion import MAX_PROMPTS
 from endpoints.OAI.utils.constraints import FORMATS, requested_constraints
@@ -39,6 +41,8 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 USAGE = ROOT / "docs" / "03.-Usage.md"
 CHAT = ROOT / "docs" / "04.-Chat-Completions.md"
+TOOLS = ROOT / "docs" / "10.-Tool-Calling.md"
+REASONING = ROOT / "docs" / "11.-Reasoning.md"
 MOVING = ROOT / "docs" / "Coming-from-TabbyAPI.md"
 GETTING_STARTED = ROOT / "docs" / "01.-Getting-Started.md"
 
@@ -246,6 +250,22 @@ def test_every_form_of_constraint_asks_for_one() -> None:
             check_constraint(constraint)
 
 
+def test_requests_about_thoughts_are_understood() -> None:
+    """Those shown in tables, as the fields that they stand for."""
+    shown = [json.loads(body) for body in re.findall(r"`(\{\"[^`]+)`", text_of(REASONING))]
+    asked = [ChatCompletionRequest.model_validate({"messages": [{"content": "Hi"}], **body}) for body in shown]
+    plain = ChatCompletionRequest.model_validate({"messages": [{"content": "Hi"}]})
+    assert len(asked) > 10
+    for body, request in zip(shown, asked, strict=True):
+        meaning = ("shows_thoughts", "thoughts_in_content", "thinks", "effort", "reasoning_budget", "include_reasoning")
+        assert any(getattr(request, name) != getattr(plain, name) for name in meaning), body
+
+
+def test_every_tool_format_is_listed() -> None:
+    text = text_of(TOOLS)
+    assert [name for name in tool_format_names() if f"`{name}`" not in text] == []
+
+
 def test_numbers_of_the_page_on_chat_are_those_in_force() -> None:
     text = text_of(CHAT)
     assert f"{MOST_CHARACTERS:,} characters" in text
@@ -351,7 +371,8 @@ def examples(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("page", "number"), [(page, number) for page in (USAGE, CHAT) for number in range(len(examples(page)))]
+    ("page", "number"),
+    [(page, number) for page in (USAGE, CHAT, TOOLS, REASONING) for number in range(len(examples(page)))],
 )
 def test_examples(page: Path, number: int, example_server: RunningServer, example_variables: Mapping[str, str]) -> None:
     assert run_shell(examples(page)[number], example_server, example_variables).strip()

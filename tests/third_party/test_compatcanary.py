@@ -12,7 +12,6 @@ from tests.serving import served
 from tests.third_party.suites import AllowList, Outcome, PackageCache, Results, SuiteError, run_command, set_defaults
 
 PACKAGE = "compatcanary@0.2.2"
-ALLOWED = Path(__file__).with_name("compatcanary.toml")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -22,7 +21,7 @@ def test_chat_profile(packages: PackageCache, smollm2: Path, tmp_path: Path) -> 
     with served(tmp_path, model=smollm2) as server:
         set_defaults(server, max_tokens=32)  # the probes set no limit, and on a CPU the model's own end may be far
         results = scan(folder, server.base_url, server.api_key, smollm2.name, tmp_path / "report.json")
-    AllowList.read(ALLOWED).judge(results)
+    AllowList().judge(results)  # 100 of 100: none may fail
 
 
 def scan(folder: Path, base_url: str, api_key: str, model: str, report: Path) -> Results:

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import openai
+import pytest
 
 VLLM_PATH = Path(__file__).parents[1]
 ROCM_EXTRA_ARGS: list[str] = []
 
 
+requires_fp8 = pytest.mark.skip(reason="other hardware")
+
+
+def multi_gpu_only(*, num_gpus: int) -> pytest.MarkDecorator:
+    return pytest.mark.skip(reason=f"{num_gpus} GPUs")
+
+
 class RemoteOpenAIServer:
-    """The server at SUITE_SERVER, whatever model and options a test wants to start it with."""
+    """The server of a model, by its name in SUITE_SERVERS, a JSON object; that at "*" for all others.
+
+    The options that a test wants to start it with have no effect.
+    """
 
     DUMMY_API_KEY = "token-abc123"
 
     def __init__(self, model: str, vllm_serve_args: list[str], **options: Any) -> None:
-        self.url_root = os.environ["SUITE_SERVER"]
+        servers = json.loads(os.environ["SUITE_SERVERS"])
+        self.url_root = servers[model] if model in servers else servers["*"]
 
     def __enter__(self) -> RemoteOpenAIServer:
         return self

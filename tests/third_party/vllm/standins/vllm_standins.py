@@ -41,9 +41,11 @@ def download(*names: str, **options: Any) -> str:
     return str(MODEL_DIR)
 
 
+PLATFORM = SimpleNamespace(is_rocm=lambda: False, is_xpu=lambda: False)
 PROVIDED = {
     "vllm.config.ModelConfig": ModelConfig,
     "vllm.model_executor.model_loader.weight_utils.download_weights_from_hf": download,
+    "vllm.platforms.current_platform": PLATFORM,
     "vllm.tokenizers.get_tokenizer": get_tokenizer,
     "vllm.transformers_utils.repo_utils.hf_api": lambda: SimpleNamespace(snapshot_download=download),
 }
