@@ -40,7 +40,6 @@ FILES = (
     "openai/chat_completion/test_chat_completion.py",
     "openai/chat_completion/test_chat_echo.py",
     "openai/chat_completion/test_chat_logit_bias_validation.py",
-    "openai/chat_completion/test_completion_with_function_calling.py",
     "openai/chat_completion/test_enable_force_include_usage.py",
     "openai/chat_completion/test_logprob_token_ids.py",
     "openai/chat_completion/test_root_path.py",

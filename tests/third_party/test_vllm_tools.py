@@ -19,11 +19,12 @@ from tests.endpoints.running import running_server
 from tests.models import write_tokenizer
 from tests.scripted import ScriptedEngine
 from tests.scripted_worker import Play, Script
-from tests.third_party.suites import AllowList, PackageCache, run_pytest
+from tests.third_party.suites import AllowList, PackageCache, call, run_pytest
 from tests.third_party.test_vllm import PYTEST_OPTIONS, STANDINS, unpack
 
 ALLOWED = Path(__file__).with_name("vllm_tools.toml")
 FILES = (
+    "entrypoints/openai/chat_completion/test_completion_with_function_calling.py",
     "entrypoints/openai/chat_completion/test_include_reasoning.py",
     "entrypoints/openai/chat_completion/test_thinking_token_budget.py",
     "tool_use/mistral/test_mistral_tool_calls.py",
@@ -34,6 +35,7 @@ FILES = (
 WEATHER = "get_current_weather"
 DALLAS = {"city": "Dallas", "state": "TX", "unit": "fahrenheit"}
 ORLANDO = {"city": "Orlando", "state": "FL", "unit": "fahrenheit"}
+THOUGHT = "<think>\nThat is not hard.\n</think>\n\n"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -132,9 +134,15 @@ def scripted_servers(folder: Path) -> Iterator[dict[str, str]]:
                 "joke": "Why did the fox cross the road? It was quick.",
                 "4 or 12": "12",
             }
+            thoughtful = {
+                "1+1": "2",
+                "Berlin": write({"country": "Germany", "unit": "fahrenheit"}),
+                "<|im_start|>tool": "It is late.",
+                "What time": call("get_current_time"),
+            }
             plays = [Play(when=when, deltas=tokens(text)) for when, text in said.items()]
-            thinks = Play(when="1+1", chunks=["<think>\nOne and one are two.\n</think>\n\n2"])
-            engine.write(Script(plays=[*plays, thinks]))
+            plays += [Play(when=when, chunks=[THOUGHT + text]) for when, text in thoughtful.items()]
+            engine.write(Script(plays=plays))
             server = stack.enter_context(running_server(engine, auth=False).running())
             server.load("model", tool_format=tool_format, reasoning_mode="on")
             addresses[model] = server.base_url

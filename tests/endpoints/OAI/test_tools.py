@@ -26,8 +26,8 @@ def call_of(name: str, arguments: str) -> str:
 QWEN3 = (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8")
 CALL = call_of("ls", '{"path":"/srv/é"}')
 LOOP = [
-    f"<think>\nWhere?\n</think>\n\n{call_of('ls', '{"path":"/a"}')}\n",
-    f"<think>\nAnd there?\n</think>\n\nNext.\n{call_of('ls', '{ "path": "/b" }')}",
+    "<think>\nWhere?\n</think>\n\n" + call_of("ls", '{"path":"/a"}') + "\n",
+    "<think>\nAnd there?\n</think>\n\nNext.\n" + call_of("ls", '{ "path": "/b" }'),
     "<think>\nEnough.\n</think>\n\n All seen. \n",
 ]
 PLAYS = [
@@ -50,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     engine = ScriptedEngine(tmp_path_factory.mktemp("server"))
     engine.add_model("plain")
     (engine.add_model("qwen") / "tabby_template.jinja").write_text(QWEN3, encoding="utf-8")
-    tokens = [ControlToken(text, ord(text[-3]), special=True) for text in ("<|im_start|>", "<|im_end|>")]
+    tokens = [ControlToken(text, 1_100_000 + len(text), special=True) for text in ("<|im_start|>", "<|im_end|>")]
     engine.write(Script(plays=PLAYS, models={"qwen": ModelScript(control_tokens=tokens)}))
     with running_server(engine).running() as running:
         running.load("qwen")
