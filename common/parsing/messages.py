@@ -75,8 +75,10 @@ class MessageReader(ABC):
         yield from self.scanner.blanks()
         begun = yield from self.scanner.ahead(RECIPIENT, MESSAGE, *self.header)
         self.scanner.rewind()
-        message = (yield from self._read_header(amid_text=False)) if begun else None
-        return message or Message("content")
+        if not begun:
+            return Message("content")
+        message = yield from self._read_header(amid_text=False)
+        return message or Message("none" if (yield from self._drop_cut_header()) else "content")
 
     def _read_header(self, *, amid_text: bool) -> Waiting[Message | None]:
         """Read the header that begins here. Where none does, nothing is read."""
@@ -96,6 +98,21 @@ class MessageReader(ABC):
             self.scanner.unmark()
         return message
 
+    def _drop_cut_header(self) -> Waiting[bool]:
+        """Read a header in which an answer was cut off. Returns whether there is one; otherwise nothing is read."""
+        scanner = self.scanner
+        scanner.mark()
+        try:
+            text, token = yield from scanner.until(MESSAGE, limit=_HEADER_LENGTH)
+        except NoCall:
+            text, token = "", None
+        is_cut = token is None and scanner.ending == "cut" and bool(text)
+        if is_cut and any(text.startswith(mark) or mark.startswith(text) for mark in (*self.header, *self.ends)):
+            scanner.unmark()
+            return True
+        scanner.rewind()
+        return False
+
     def _read_message(self, message: Message) -> Reading[Message | None]:
         """Read a body. Returns the message that follows; None at the end of the text."""
         match message.kind:
@@ -111,6 +128,8 @@ class MessageReader(ABC):
                     message = Message("content")
             case "none":
                 self._blanks = yield from self.scanner.blanks()
+                if (yield from self._drop_cut_header()):
+                    return None
         following = yield from self._read_body(message)
         self._blanks = ""
         return following

@@ -176,8 +176,20 @@ class _TagReader:
             else:
                 scanner.unmark()
             if complete:
+                yield from self._drop_cut_mark(format)
                 return True
         return False
+
+    def _drop_cut_mark(self, format: ToolFormat) -> Waiting[None]:
+        """Read what an answer that was cut off behind a complete call has of the marks that end it."""
+        scanner = self._scanner
+        if scanner.ending == "cut":
+            scanner.mark()
+            rest, _ = yield from scanner.until()
+            if rest.strip(LAYOUT) in format.ending:
+                scanner.unmark()
+            else:
+                scanner.rewind()
 
     def _is_passed_over(self) -> bool:
         """Whether the start of a call that comes next is talked about, or belongs to the rest of an example that is; or

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from common.parsing.pieces import Reading
@@ -98,6 +99,11 @@ class ToolFormat(ABC):
     @abstractmethod
     def write(self, calls: Sequence[Call]) -> str:
         """Calls as the model would write them; `read()` gives them back."""
+
+    @cached_property
+    def ending(self) -> str:
+        """What the model writes after the value of the last argument of its last call."""
+        return self.write([Call("name", '{"key": "VALUE"}')]).rpartition("VALUE")[2]
 
     @abstractmethod
     def block(self, tools: Sequence[Tool], grammar: GrammarWriter, *, many: bool) -> str:
