@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from common.parsing.formats.base import NAME_LENGTH, Call, Tool, ToolFormat, Tools
+from common.parsing.formats.base import NAME_LENGTH, Call, Tool, Tools
+from common.parsing.formats.sections import Section
 from common.parsing.json_text import read_object
 from common.parsing.pieces import CallBegin, CallEnd, NoCall, Reading
 from common.parsing.scanner import Scanner
@@ -23,7 +24,7 @@ _FENCE: Final = "```"
 _NAME: Final = re.compile(r"[^\s{`]*")
 
 
-class DeepSeekV3(ToolFormat):
+class DeepSeekV3(Section):
     """
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
     ```json
@@ -36,22 +37,12 @@ class DeepSeekV3(ToolFormat):
     names: ClassVar[tuple[str, ...]] = ("deepseek_v3", "deepseek_r1")
     starts = (_BLOCK, _BEGIN)
     trigger = _BLOCK
-    layout: ClassVar[tuple[str, str, str, str]] = (f"function{_SEPARATOR}", "\n```json\n", "\n```", "\n")
+    tokens = (_BLOCK, _BLOCK_END)
+    call_tokens = (_BEGIN, _END)
+    between_calls: ClassVar[str] = "\n"
+    layout: ClassVar[tuple[str, str, str]] = (f"function{_SEPARATOR}", "\n```json\n", "\n```")
 
-    def read(self, scanner: Scanner, tools: Tools) -> Reading[None]:
-        begun = (yield from scanner.expect(*self.starts)) == _BEGIN
-        while True:
-            if not begun:
-                yield from scanner.blanks()
-                yield from scanner.expect(_BEGIN)
-            begun = False
-            yield from self._read_call(scanner, tools)
-            yield from scanner.accept(_END)
-            yield from scanner.blanks()
-            if (yield from scanner.accept(_BLOCK_END)) or not (yield from scanner.ahead(_BEGIN)):
-                return
-
-    def _read_call(self, scanner: Scanner, tools: Tools) -> Reading[None]:
+    def read_call(self, scanner: Scanner, tools: Tools) -> Reading[None]:
         before, found = yield from scanner.until(_SEPARATOR, limit=NAME_LENGTH)
         if found is None:
             raise NoCall
@@ -63,27 +54,24 @@ class DeepSeekV3(ToolFormat):
         yield CallBegin(tool.name)
         yield from scanner.blanks()
         yield from scanner.accept(_FENCE, f"{_FENCE}json")
-        yield from read_object(scanner, tool, stops=(_FENCE, _END, _BLOCK_END))
+        yield from read_object(scanner, tool, stops=(_FENCE, *self.ends))
         yield CallEnd()
         yield from scanner.blanks()
         yield from scanner.accept(_FENCE)
-        yield from scanner.blanks()
 
-    def write(self, calls: Sequence[Call]) -> str:
-        before_name, behind_name, behind_arguments, between = self.layout
-        written = between.join(
-            f"{_BEGIN}{before_name}{call.name}{behind_name}{call.arguments}{behind_arguments}{_END}" for call in calls
-        )
-        return f"{_BLOCK}{written}{_BLOCK_END}"
+    def write_call(self, index: int, call: Call) -> str:
+        before_name, behind_name, behind_arguments = self.layout
+        return f"{before_name}{call.name}{behind_name}{call.arguments}{behind_arguments}"
 
     def block(self, tools: Sequence[Tool], grammar: GrammarWriter, *, many: bool) -> str:
-        before_name, behind_name, behind_arguments, between = self.layout
+        before_name, behind_name, behind_arguments = self.layout
         calls = [
             f"{grammar.literal(f'{_BEGIN}{before_name}{tool.name}{behind_name}')} {grammar.json(tool.parameters)}"
             for tool in tools
         ]
         call = f"{grammar.one_of(calls)} {grammar.literal(behind_arguments + _END)}"
-        more = f"({' '.join([*([grammar.literal(between)] if between else []), call])})*" if many else ""
+        between = grammar.literal(self.between_calls) if self.between_calls else ""
+        more = f"({between} {call})*" if many else ""
         return f"{call} {more} {grammar.literal(_BLOCK_END)}"
 
 
@@ -93,4 +81,5 @@ class DeepSeekV31(DeepSeekV3):
     """
 
     names = ("deepseek_v3_1", "deepseek_v3_2_exp")
-    layout = ("", _SEPARATOR, "", "")
+    between_calls = ""
+    layout = ("", _SEPARATOR, "")

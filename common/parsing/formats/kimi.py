@@ -6,7 +6,8 @@ import re
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Final
 
-from common.parsing.formats.base import NAME_LENGTH, Call, Tool, ToolFormat, Tools
+from common.parsing.formats.base import NAME_LENGTH, Call, Tool, Tools
+from common.parsing.formats.sections import Section
 from common.parsing.json_text import read_object
 from common.parsing.pieces import CallBegin, CallEnd, NoCall, Reading
 from common.parsing.scanner import Scanner
@@ -23,40 +24,32 @@ _PREFIX: Final = "functions."
 _NUMBER: Final = re.compile(r":[0-9]+\Z")
 
 
-class Kimi(ToolFormat):
+class Kimi(Section):
     """
     <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>...
     <|tool_calls_section_end|>
 
-    The numbers of the ids go on over a whole conversation. The section around the calls may be missing.
+    The numbers of the ids go on over a whole conversation.
     """
 
     names = ("kimi", "kimi_k2")
     starts = (_SECTION, _BEGIN)
     trigger = _SECTION
+    tokens = (_SECTION, _SECTION_END)
+    call_tokens = (_BEGIN, _END)
 
-    def read(self, scanner: Scanner, tools: Tools) -> Reading[None]:
-        begun = (yield from scanner.expect(*self.starts)) == _BEGIN
-        while True:
-            if not begun:
-                yield from scanner.blanks()
-                yield from scanner.expect(_BEGIN)
-            begun = False
-            id, found = yield from scanner.until(_ARGUMENTS, limit=NAME_LENGTH)
-            name = _name_in(id.strip(), tools)
-            if found is None or name is None:
-                raise NoCall
-            yield CallBegin(name, id.strip())
-            yield from read_object(scanner, tools[name], stops=(_END, _SECTION_END))
-            yield CallEnd()
-            yield from scanner.blanks()
-            yield from scanner.accept(_END)
-            yield from scanner.blanks()
-            if (yield from scanner.accept(_SECTION_END)) or not (yield from scanner.ahead(_BEGIN)):
-                return
+    def read_call(self, scanner: Scanner, tools: Tools) -> Reading[None]:
+        id, found = yield from scanner.until(_ARGUMENTS, limit=NAME_LENGTH)
+        name = _name_in(id.strip(), tools)
+        if found is None or name is None:
+            raise NoCall
+        yield CallBegin(name, id.strip())
+        yield from read_object(scanner, tools[name], stops=self.ends)
+        yield CallEnd()
 
-    def write(self, calls: Sequence[Call]) -> str:
-        return f"{_SECTION}{''.join(map(_written, range(len(calls)), calls))}{_SECTION_END}"
+    def write_call(self, index: int, call: Call) -> str:
+        id = call.id if call.id and _name_in(call.id, {call.name}) else f"{_PREFIX}{call.name}:{index}"
+        return f"{id}{_ARGUMENTS}{call.arguments}"
 
     def block(self, tools: Sequence[Tool], grammar: GrammarWriter, *, many: bool) -> str:
         begin, number, arguments = grammar.literal(_BEGIN), "/[0-9]{1,4}/", grammar.literal(_ARGUMENTS)
@@ -75,8 +68,3 @@ def _name_in(id: str, names: Container[str]) -> str | None:
         if name in names:
             return name
     return None
-
-
-def _written(index: int, call: Call) -> str:
-    id = call.id if call.id and _name_in(call.id, {call.name}) else f"{_PREFIX}{call.name}:{index}"
-    return f"{_BEGIN}{id}{_ARGUMENTS}{call.arguments}{_END}"

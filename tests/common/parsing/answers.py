@@ -87,3 +87,10 @@ def check_contents(text: str, pieces: Iterable[Piece]) -> None:
             assert piece.text
             assert piece.start >= end
             end = piece.start + len(piece.text)
+
+
+def check_answer(dialect: Dialect, text: str, options: ReadOptions, expected: tuple[str, str, list[Call]]) -> None:
+    """Thoughts, content and complete calls of an answer are as expected, however it is cut."""
+    for sizes in ((1,), (2,), (3, 5), (len(text) or 1,)):
+        pieces = read(dialect, text, options, sizes=sizes)
+        assert (thoughts_of(pieces), content_of(pieces), calls_of(pieces)) == expected

@@ -16,12 +16,12 @@ from tests.common.parsing.answers import (
     TOOLS,
     WITH_TOOLS,
     calls_of,
+    check_answer,
     check_contents,
     chunk_sizes,
     content_of,
     read,
     texts_of,
-    thoughts_of,
 )
 
 GLIMMER = GlimmerDialect()
@@ -34,9 +34,7 @@ LS = Call("ls", '{"path": "/srv"}')
 
 
 def check(text: str, options: ReadOptions, thought: str, content: str, calls: list[Call]) -> None:
-    for sizes in ((1,), (2,), (3, 5), (len(text) or 1,)):
-        pieces = read(GLIMMER, text, options, sizes=sizes)
-        assert (thoughts_of(pieces), content_of(pieces), calls_of(pieces)) == (thought, content, calls)
+    check_answer(GLIMMER, text, options, (thought, content, calls))
 
 
 @pytest.mark.parametrize(

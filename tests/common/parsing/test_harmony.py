@@ -18,13 +18,13 @@ from tests.common.parsing.answers import (
     TOOLS,
     WITH_TOOLS,
     calls_of,
+    check_answer,
     check_contents,
     chunk_sizes,
     content_of,
     cut,
     read,
     texts_of,
-    thoughts_of,
 )
 
 HARMONY = HarmonyDialect()
@@ -37,9 +37,7 @@ UNDECLARED = CALL.replace("ls", "rm_all")
 
 
 def check(text: str, options: ReadOptions, thought: str, content: str, calls: list[Call]) -> None:
-    for sizes in ((1,), (2,), (3, 5), (len(text) or 1,)):
-        pieces = read(HARMONY, text, options, sizes=sizes)
-        assert (thoughts_of(pieces), content_of(pieces), calls_of(pieces)) == (thought, content, calls)
+    check_answer(HARMONY, text, options, (thought, content, calls))
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from tests.common.parsing.answers import (
     TOOLS,
     WITH_TOOLS,
     calls_of,
+    check_answer,
     check_contents,
     chunk_sizes,
     content_of,
@@ -49,11 +50,6 @@ IN_THOUGHT = ReadOptions(TOOLS, in_thought=True)
 
 def outcome(pieces: Sequence[Piece]) -> tuple[str, str, list[Call]]:
     return thoughts_of(pieces), content_of(pieces), calls_of(pieces)
-
-
-def check(dialect: TagDialect, text: str, options: ReadOptions, expected: tuple[str, str, list[Call]]) -> None:
-    for sizes in ((1,), (2,), (3, 5), (len(text) or 1,)):
-        assert outcome(read(dialect, text, options, sizes=sizes)) == expected
 
 
 # --- thoughts -----------------------------------------------------------------------------------------------------
@@ -85,8 +81,8 @@ def check(dialect: TagDialect, text: str, options: ReadOptions, expected: tuple[
     ],
 )
 def test_thoughts_are_told_apart(text: str, thought: str, content: str) -> None:
-    check(THOUGHTS, text, NO_TOOLS, (thought, content, []))
-    check(QWEN, text, WITH_TOOLS, (thought, content, []))
+    check_answer(THOUGHTS, text, NO_TOOLS, (thought, content, []))
+    check_answer(QWEN, text, WITH_TOOLS, (thought, content, []))
 
 
 @pytest.mark.parametrize(
@@ -103,8 +99,8 @@ def test_thoughts_are_told_apart(text: str, thought: str, content: str) -> None:
     ],
 )
 def test_a_prompt_may_open_a_thought(text: str, thought: str, content: str) -> None:
-    check(THOUGHTS, text, ReadOptions(in_thought=True), (thought, content, []))
-    check(QWEN, text, IN_THOUGHT, (thought, content, []))
+    check_answer(THOUGHTS, text, ReadOptions(in_thought=True), (thought, content, []))
+    check_answer(QWEN, text, IN_THOUGHT, (thought, content, []))
 
 
 @pytest.mark.parametrize(
@@ -120,12 +116,12 @@ def test_a_prompt_may_open_a_thought(text: str, thought: str, content: str) -> N
     ],
 )
 def test_tags_that_are_talked_about_are_content(text: str) -> None:
-    check(QWEN, text, WITH_TOOLS, ("", text, []))
+    check_answer(QWEN, text, WITH_TOOLS, ("", text, []))
 
 
 def test_without_tags_nothing_is_a_thought() -> None:
     text = "<think>a</think>b"
-    check(NOTHING, text, ReadOptions(in_thought=True), ("", text, []))
+    check_answer(NOTHING, text, ReadOptions(in_thought=True), ("", text, []))
 
 
 # --- calls --------------------------------------------------------------------------------------------------------
@@ -144,12 +140,12 @@ def test_without_tags_nothing_is_a_thought() -> None:
     ],
 )
 def test_calls_are_told_apart(text: str, content: str) -> None:
-    check(QWEN, text, WITH_TOOLS, ("", content, [LS]))
+    check_answer(QWEN, text, WITH_TOOLS, ("", content, [LS]))
 
 
 def test_calls_may_follow_each_other() -> None:
-    check(QWEN, f"ok\n{CALL}\n{CALL}\n", WITH_TOOLS, ("", "ok", [LS, LS]))
-    check(QWEN, f"ok\n{CALL}\n\n{CALL} and\n{CALL}", WITH_TOOLS, ("", "ok\nand", [LS, LS, LS]))
+    check_answer(QWEN, f"ok\n{CALL}\n{CALL}\n", WITH_TOOLS, ("", "ok", [LS, LS]))
+    check_answer(QWEN, f"ok\n{CALL}\n\n{CALL} and\n{CALL}", WITH_TOOLS, ("", "ok\nand", [LS, LS, LS]))
 
 
 @pytest.mark.parametrize(
@@ -166,12 +162,12 @@ def test_calls_may_follow_each_other() -> None:
     ],
 )
 def test_what_is_no_call_of_a_declared_tool_is_content(text: str) -> None:
-    check(QWEN, text, WITH_TOOLS, ("", text, []))
+    check_answer(QWEN, text, WITH_TOOLS, ("", text, []))
 
 
 @pytest.mark.parametrize("text", [CALL, f"ok\n{CALL}\nDone."])
 def test_without_tools_a_call_is_content(text: str) -> None:
-    check(QWEN, text, NO_TOOLS, ("", text, []))
+    check_answer(QWEN, text, NO_TOOLS, ("", text, []))
 
 
 def test_a_call_that_breaks_off_is_content_after_all() -> None:
@@ -209,36 +205,36 @@ def test_content_is_given_out_as_early_as_possible() -> None:
 
 def test_formats_with_the_same_start_are_tried_in_turn() -> None:
     json_call = '<tool_call>\n{"name": "ls", "arguments": {"path": "/srv"}}\n</tool_call>'
-    check(EITHER, f"{json_call}\n{CALL}", WITH_TOOLS, ("", "", [LS, LS]))
+    check_answer(EITHER, f"{json_call}\n{CALL}", WITH_TOOLS, ("", "", [LS, LS]))
 
 
 # --- calls in thoughts --------------------------------------------------------------------------------------------
 
 
 def test_a_call_in_a_thought_is_one_if_no_content_follows() -> None:
-    check(QWEN, f"<think>maybe {CALL} no</think>Answer", WITH_TOOLS, (f"maybe {CALL} no", "Answer", []))
-    check(QWEN, f"<think>maybe\n{CALL}\n</think>\n", WITH_TOOLS, ("maybe", "", [LS]))
-    check(QWEN, f"<think>maybe\n{CALL}\n\nyes</think>", WITH_TOOLS, ("maybe\nyes", "", [LS]))
-    check(QWEN, f"<think>maybe\n{CALL}", WITH_TOOLS, ("maybe", "", [LS]))
-    check(QWEN, f"{CALL}\n", IN_THOUGHT, ("", "", [LS]))
-    check(QWEN, f"<think>a {CALL}</think>\n<think>b</think>Answer", WITH_TOOLS, (f"a {CALL}b", "Answer", []))
+    check_answer(QWEN, f"<think>maybe {CALL} no</think>Answer", WITH_TOOLS, (f"maybe {CALL} no", "Answer", []))
+    check_answer(QWEN, f"<think>maybe\n{CALL}\n</think>\n", WITH_TOOLS, ("maybe", "", [LS]))
+    check_answer(QWEN, f"<think>maybe\n{CALL}\n\nyes</think>", WITH_TOOLS, ("maybe\nyes", "", [LS]))
+    check_answer(QWEN, f"<think>maybe\n{CALL}", WITH_TOOLS, ("maybe", "", [LS]))
+    check_answer(QWEN, f"{CALL}\n", IN_THOUGHT, ("", "", [LS]))
+    check_answer(QWEN, f"<think>a {CALL}</think>\n<think>b</think>Answer", WITH_TOOLS, (f"a {CALL}b", "Answer", []))
 
 
 def test_a_call_in_a_thought_is_none_if_the_answer_makes_one() -> None:
-    check(QWEN, f"<think>maybe {CALL}</think>\n{CALL}", WITH_TOOLS, (f"maybe {CALL}", "", [LS]))
+    check_answer(QWEN, f"<think>maybe {CALL}</think>\n{CALL}", WITH_TOOLS, (f"maybe {CALL}", "", [LS]))
 
 
 def test_calls_in_thoughts_can_be_left_alone() -> None:
     options = ReadOptions(TOOLS, calls_in_thoughts=False)
-    check(QWEN, f"<think>maybe {CALL}</think>\n{CALL}", options, (f"maybe {CALL}", "", [LS]))
-    check(QWEN, f"<think>maybe {CALL}", options, (f"maybe {CALL}", "", []))
+    check_answer(QWEN, f"<think>maybe {CALL}</think>\n{CALL}", options, (f"maybe {CALL}", "", [LS]))
+    check_answer(QWEN, f"<think>maybe {CALL}", options, (f"maybe {CALL}", "", []))
 
 
 def test_tags_in_the_arguments_of_a_call_are_part_of_them() -> None:
     call = CALL.replace("/srv", "<think>a</think>")
     path = Call("ls", json.dumps({"path": "<think>a</think>"}))
-    check(QWEN, call, WITH_TOOLS, ("", "", [path]))
-    check(QWEN, f"<think>so\n{call}", WITH_TOOLS, ("so", "", [path]))
+    check_answer(QWEN, call, WITH_TOOLS, ("", "", [path]))
+    check_answer(QWEN, f"<think>so\n{call}", WITH_TOOLS, ("so", "", [path]))
 
 
 def test_a_call_in_a_thought_that_breaks_off_does_not_swallow_the_answer() -> None:
@@ -339,7 +335,7 @@ def test_a_prompt_tells_whether_the_answer_begins_in_a_thought(prompt: str, give
 
 
 def test_tags_may_be_any_strings() -> None:
-    check(MISTRAL, "[THINK]plan[/THINK]Hi [1]", NO_TOOLS, ("plan", "Hi [1]", []))
+    check_answer(MISTRAL, "[THINK]plan[/THINK]Hi [1]", NO_TOOLS, ("plan", "Hi [1]", []))
     assert MISTRAL.begins_in_thought("[INST]hi[/INST][THINK]")
 
 
@@ -347,7 +343,7 @@ def test_tags_may_be_any_strings() -> None:
 def test_what_ends_a_thought_is_read_as_such(dialect: TagDialect) -> None:
     end = dialect.end_of_thought
     assert end is not None
-    check(dialect, f"plan{end}Hi", IN_THOUGHT, ("plan", "Hi", []))
+    check_answer(dialect, f"plan{end}Hi", IN_THOUGHT, ("plan", "Hi", []))
     assert NOTHING.end_of_thought is None
 
 
