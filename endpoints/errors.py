@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any, NotRequired, TypeAlias, TypedDict
@@ -17,6 +18,7 @@ from common.logger import request_id
 
 MAX_PROBLEMS_SHOWN = 3
 MAX_INPUT_SHOWN = 80
+_SUBJECT = re.compile("^[A-Z][a-z]+ should")  # "Input", "String", "List", for which the path of the field stands here
 # pydantic speaks of Python's types.
 _JSON_WORDS = {
     "dict_type": "should be an object",
@@ -124,9 +126,10 @@ def _existing_path(location: Sequence[str | int], data: Any, missing: bool) -> l
 def _problem(path: str, text: str, kind: str, given: object) -> str:
     if kind == "missing":
         return f"{path} is missing"
-    text = _JSON_WORDS.get(kind) or text.removeprefix("Value error, ").removeprefix("Input ")
-    if kind.endswith(("_parsing", "_from_float")):
+    text = _JSON_WORDS.get(kind) or _SUBJECT.sub("should", text.removeprefix("Value error, "))
+    if kind.endswith(("_parsing", "_from_float")) or kind in ("too_short", "too_long"):
         text = text.partition(",")[0]  # why it is none, which what was given shows as well
+        text = text.removesuffix(" after validation")
     shown = json.dumps(given, ensure_ascii=False, default=str)
     if len(shown) > MAX_INPUT_SHOWN:
         shown = shown[:MAX_INPUT_SHOWN] + "…"

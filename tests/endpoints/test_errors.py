@@ -43,7 +43,7 @@ def post(server: RunningServer, path: str, body: object) -> dict[str, Any]:
         ({"stop": {"a": 1}}, "stop", "must be a string, or a list of strings and token ids"),
         ({"min_tokens": 50, "max_tokens": 10}, "min_tokens", "min_tokens (50) must not be larger than max_tokens (10)"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x", "valid integer"),
-        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": []}, "messages", "messages should have at least 1 item, not []."),
         (
             {"messages": [{"role": "user", "content": 7}]},
             "messages.0.content",
@@ -53,6 +53,11 @@ def post(server: RunningServer, path: str, body: object) -> dict[str, Any]:
         ({"messages": None}, "messages", "messages is missing"),
         ({"stream": "perhaps"}, "stream", "boolean"),
         ({"tool_choice": "sometimes"}, "tool_choice", "'none', 'auto' or 'required'"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": ""}}},
+            "tool_choice.function.name",
+            'tool_choice.function.name should have at least 1 character, not "".',
+        ),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
     ],
 )

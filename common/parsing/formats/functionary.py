@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from common.parsing.formats.base import NAME_LENGTH, Call, Tool, ToolFormat, Tools
+from common.parsing.formats.base import Call, Tool, ToolFormat, Tools
+from common.parsing.formats.tool_names import read_tool
 from common.parsing.json_text import read_object
 from common.parsing.pieces import CallBegin, CallEnd, NoCall, Reading
 from common.parsing.scanner import Scanner
@@ -29,12 +30,13 @@ class Functionary(ToolFormat):
 
     def read(self, scanner: Scanner, tools: Tools) -> Reading[None]:
         yield from scanner.expect(_START)
-        name, _ = yield from scanner.until(">", limit=NAME_LENGTH)
+        tool = yield from read_tool(scanner, tools)
+        yield from scanner.expect(">")
         yield from scanner.blanks()
-        if name not in tools or (yield from scanner.peek(1)) != "{":
+        if (yield from scanner.peek(1)) != "{":
             raise NoCall
-        yield CallBegin(name)
-        yield from read_object(scanner, tools[name], stops=(_END,))
+        yield CallBegin(tool.name)
+        yield from read_object(scanner, tool, stops=(_END,))
         yield CallEnd()
         yield from scanner.blanks()
         yield from scanner.accept(_END)

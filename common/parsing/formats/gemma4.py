@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from common.parsing.alternatives import alternatives
 from common.parsing.formats.base import Call, Schema, Tool, ToolFormat, Tools
 from common.parsing.formats.separated import separated
+from common.parsing.formats.tool_names import read_tool
 from common.parsing.json_text import JsonReader, Number, as_arguments, decoded, quoted
 from common.parsing.pieces import CallBegin, CallEnd, NoCall, Reading
 from common.parsing.scanner import Scanner
@@ -21,7 +22,6 @@ _START: Final = "<|tool_call>"
 _CALL: Final = "call:"
 _END: Final = "<tool_call|>"
 _QUOTE: Final = '<|"|>'
-_NAME: Final = re.compile(r"[\w.-]*")
 _BARE_KEY: Final = re.compile(r"[\w.-]+")
 _DEPTH: Final = 8  # of schemas within schemas that are written as the model does; JSON below
 _DEFINITIONS: Final = ("$defs", "definitions")
@@ -46,9 +46,9 @@ class Gemma4(ToolFormat):
         yield from scanner.blanks()
         yield from scanner.expect(_CALL)
         yield from scanner.blanks()
-        tool = tools.get((yield from scanner.run(_NAME)))
+        tool = yield from read_tool(scanner, tools)
         yield from scanner.blanks()
-        if tool is None or (yield from scanner.peek(1)) != "{":
+        if (yield from scanner.peek(1)) != "{":
             raise NoCall
         yield CallBegin(tool.name)
         reader = JsonReader(scanner, tool.parameters, raw_quote=_QUOTE, stops=(_END,))

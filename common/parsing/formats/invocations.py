@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from common.parsing.formats.base import NAME_LENGTH, Call, Schema, Tool, ToolFormat, Tools
@@ -16,6 +16,7 @@ from common.parsing.values import ArgumentsWriter, is_text
 if TYPE_CHECKING:
     from common.parsing.grammar import GrammarWriter
 
+_ENDS_NAME: Final = re.compile('[">]')
 _ATTRIBUTE: Final = re.compile(r"""([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""")
 
 
@@ -55,7 +56,7 @@ class InvocationFormat(ToolFormat):
 
     def _read_call(self, scanner: Scanner, tools: Tools, wrapped: bool) -> Reading[None]:
         """Read a call after its first mark."""
-        name = (yield from _attributes(scanner)).get("name", "")
+        name = (yield from _attributes(scanner, tools)).get("name", "")
         if name not in tools:
             raise NoCall
         if wrapped:
@@ -67,9 +68,9 @@ class InvocationFormat(ToolFormat):
                 raise NoCall
             yield CallBegin(name)
         writer = ArgumentsWriter(tools[name])
-        missing = names_of(tools[name].parameters, tools[name].parameters)
+        missing = declared = names_of(tools[name].parameters, tools[name].parameters)
         while tag == self._parameter:
-            attributes = yield from _attributes(scanner)
+            attributes = yield from _attributes(scanner, declared)
             if (key := attributes.get("name")) is None:
                 raise NoCall
             missing = [other for other in missing if other != key]
@@ -134,12 +135,19 @@ class InvocationFormat(ToolFormat):
         return f"{begin} {grammar.parameters(tool.parameters, parameter)} {end}"
 
 
-def _attributes(scanner: Scanner) -> Waiting[dict[str, str]]:
-    """Read the rest of a tag."""
+def _attributes(scanner: Scanner, declared: Iterable[str]) -> Waiting[dict[str, str]]:
+    """Read the rest of a tag.
+
+    Args:
+        declared: names, which may hold what ends others.
+    """
+    odd = {f'name="{name}"': name for name in declared if _ENDS_NAME.search(name)}
+    given = (yield from scanner.accept(*odd)) if odd else None
     text, closed = yield from scanner.until(">", limit=4 * NAME_LENGTH)
     if closed is None:
         raise NoCall
-    return {name: "".join(values) for name, *values in _ATTRIBUTE.findall(text)}
+    attributes = {name: "".join(values) for name, *values in _ATTRIBUTE.findall(text)}
+    return attributes if given is None else attributes | {"name": odd[given]}
 
 
 def _way_of_writing(string: str | None, writer: ArgumentsWriter) -> Literal["tight", "text", "json"]:

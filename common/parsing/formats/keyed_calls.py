@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common.parsing.formats.base import NAME_LENGTH, Call, Schema, Tool, Tools
-from common.parsing.formats.tagged_values import Ending, check_forgotten, declared_name, members, read_value, tight
+from common.parsing.formats.base import Call, Schema, Tool, Tools
+from common.parsing.formats.tagged_values import (
+    Ending,
+    check_forgotten,
+    declared_name,
+    members,
+    read_key,
+    read_value,
+    tight,
+)
 from common.parsing.pieces import CallBegin, CallEnd, NoCall, Reading, Waiting
 from common.parsing.scanner import Scanner
 from common.parsing.schemas import names_of
@@ -42,10 +50,10 @@ class KeyedCalls:
             raise NoCall
         yield CallBegin(name)
         writer = ArgumentsWriter(tools[name])
-        missing = names_of(tools[name].parameters, tools[name].parameters)
+        missing = declared = names_of(tools[name].parameters, tools[name].parameters)
         tag = yield from scanner.accept(self._key, self.end)
         while tag == self._key:
-            key, has_value = yield from self._read_key(scanner)
+            key, has_value = yield from self._read_key(scanner, declared)
             tag = self._value_end
             if has_value:  # otherwise the parameter is left out
                 missing = [other for other in missing if other != key]
@@ -59,15 +67,13 @@ class KeyedCalls:
         yield writer.end()
         yield CallEnd()
 
-    def _read_key(self, scanner: Scanner) -> Waiting[tuple[str, bool]]:
+    def _read_key(self, scanner: Scanner, declared: list[str]) -> Waiting[tuple[str, bool]]:
         """Read a key after its opening tag, and the opening tag of its value. Returns whether there is one."""
-        key, tag = yield from scanner.until(self._key_end, self._value, limit=NAME_LENGTH)
-        if tag is None:
-            raise NoCall
-        if tag == self._key_end:
-            yield from scanner.blanks()
-            tag = yield from scanner.accept(self._value)
-        return key.strip(), tag is not None
+        key, tag = yield from read_key(scanner, self._key_end, self._value, declared=declared)
+        if tag == self._value:
+            return key, True
+        yield from scanner.blanks()
+        return key, (yield from scanner.accept(self._value)) is not None
 
     def _endings(self, missing: list[str]) -> list[Ending]:
         """What ends a value: its closing tag, or what shows that the model forgot that.

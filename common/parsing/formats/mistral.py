@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from common.parsing.formats.base import NAME_LENGTH, Call, Tool, ToolFormat, Tools
+from common.parsing.formats.tool_names import read_tool
 from common.parsing.json_text import read_object
 from common.parsing.pieces import CallBegin, CallEnd, NoCall, Reading
 from common.parsing.scanner import Scanner
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 _START: Final = "[TOOL_CALLS]"
 _ID: Final = "[CALL_ID]"
 _ARGUMENTS: Final = "[ARGS]"
-_NAME: Final = re.compile(r"[^\s\[{]*")
 
 
 class Mistral(ToolFormat):
@@ -35,9 +34,7 @@ class Mistral(ToolFormat):
     def read(self, scanner: Scanner, tools: Tools) -> Reading[None]:
         yield from scanner.expect(_START)
         yield from scanner.blanks()
-        tool = tools.get((yield from scanner.run(_NAME)))
-        if tool is None:
-            raise NoCall
+        tool = yield from read_tool(scanner, tools)
         yield from scanner.blanks()
         id = None
         if (yield from scanner.accept(_ID)):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from common.parsing.formats.base import Call, Schema, Tool, ToolFormat, Tools
 from common.parsing.formats.separated import separated
+from common.parsing.formats.tool_names import read_tool
 from common.parsing.json_text import JsonReader, Number, as_arguments, decoded, joined, quoted
 from common.parsing.pieces import CallBegin, CallEnd, NoCall, Reading, Streaming
 from common.parsing.scanner import Scanner
@@ -17,7 +18,6 @@ from common.parsing.schemas import member_of
 if TYPE_CHECKING:
     from common.parsing.grammar import GrammarWriter
 
-_NAME: Final = re.compile(r"[\w.-]*")
 _KEYWORD: Final = re.compile(r"[^\W\d][\w-]*")
 
 
@@ -60,9 +60,7 @@ class Pythonic(ToolFormat):
         yield from scanner.accept(self.end)
 
     def _read_call(self, scanner: Scanner, tools: Tools) -> Reading[None]:
-        tool = tools.get((yield from scanner.run(_NAME)))
-        if tool is None:
-            raise NoCall
+        tool = yield from read_tool(scanner, tools)
         yield from scanner.expect("(")
         yield CallBegin(tool.name)
         yield from as_arguments(self._arguments(scanner, tool.parameters))

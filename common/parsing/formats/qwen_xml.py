@@ -18,7 +18,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from common.parsing.formats.base import NAME_LENGTH, Call, Tool, ToolFormat, Tools
-from common.parsing.formats.tagged_values import Ending, bare, check_forgotten, declared_name, members, read_value
+from common.parsing.formats.tagged_values import (
+    Ending,
+    bare,
+    check_forgotten,
+    declared_name,
+    members,
+    read_key,
+    read_value,
+)
 from common.parsing.pieces import CallBegin, CallEnd, NoCall, Reading
 from common.parsing.scanner import Scanner
 from common.parsing.schemas import names_of
@@ -77,12 +85,9 @@ def _read_function(scanner: Scanner, tools: Tools, wrapped: bool) -> Reading[Non
             raise NoCall
         yield CallBegin(name)
     writer = ArgumentsWriter(tools[name])
-    missing = names_of(tools[name].parameters, tools[name].parameters)
+    missing = declared = names_of(tools[name].parameters, tools[name].parameters)
     while tag == _PARAMETER:
-        key, closed = yield from scanner.until(">", limit=NAME_LENGTH)
-        if closed is None:
-            raise NoCall
-        key = key.strip().strip("\"'")
+        key, _ = yield from read_key(scanner, ">", declared=declared)
         missing = [other for other in missing if other != key]
         yield writer.key(key)
         tag = yield from read_value(scanner, writer, _endings(missing), written="spread")

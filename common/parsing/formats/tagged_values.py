@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
-from common.parsing.formats.base import Tools
+from common.parsing.formats.base import NAME_LENGTH, Tools
+from common.parsing.formats.tool_names import read_tool
 from common.parsing.pieces import NoCall, Reading, Streaming, Waiting
 from common.parsing.scanner import Scanner
 from common.parsing.values import ArgumentsWriter
 
 _PADDING: Final = re.compile(r"[\s\"']*")
-_NAME: Final = re.compile(r"[\w.-]*")
 
 
 class Ending(NamedTuple):
@@ -29,11 +29,28 @@ class Ending(NamedTuple):
 def declared_name(scanner: Scanner, tools: Tools) -> Waiting[str]:
     """Read the name of a declared tool, and blanks and quotes around it. Raises `NoCall` where none stands here."""
     yield from scanner.run(_PADDING)
-    name = yield from scanner.expect(*tools)
-    if (yield from scanner.run(_NAME)):  # a longer name begins like it
-        raise NoCall
+    tool = yield from read_tool(scanner, tools)
     yield from scanner.run(_PADDING)
-    return name
+    return tool.name
+
+
+def read_key(scanner: Scanner, *ends: str, declared: Collection[str]) -> Waiting[tuple[str, str]]:
+    """Read the name of a parameter, and which of the strings ends it.
+
+    Blanks and quotes around it are layout, and what ends it does, unless a declared name has them.
+
+    Raises:
+        NoCall: nothing ends it.
+    """
+    key, closed = yield from scanner.until(*ends, limit=NAME_LENGTH)
+    if closed is None:
+        raise NoCall
+    begun = key + closed
+    rests = {name[len(begun) :] + end: end for name in declared if name.startswith(begun) for end in ends}
+    if rests and (rest := (yield from scanner.accept(*rests))):
+        closed = rests[rest]
+        key = (begun + rest).removesuffix(closed)
+    return key if key in declared else key.strip().strip("\"'"), closed
 
 
 def read_value(
