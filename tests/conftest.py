@@ -9,6 +9,7 @@ from typing import Protocol
 
 import pytest
 from filelock import FileLock
+from hypothesis import settings
 from loguru import logger
 
 from tests import models
@@ -23,6 +24,9 @@ class MakeOnce(Protocol):
 # Before torch is imported, and for every process that a test starts: threads of several engines that spin beside each
 # other on two cores cost far more than a second thread gains on tiny models.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The same examples in every run, so that a change fails for what it does; `scripts/test --all` looks for new ones.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture

@@ -90,7 +90,9 @@ def calls_that_can_be_told(undecidable: re.Pattern[str], *, typed: bool = False)
     """
 
     def can_be_told(arguments: dict[str, Any]) -> bool:
-        texts = [value if isinstance(value, str) else json.dumps(value) for value in arguments.values()]
+        texts = [
+            value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in arguments.values()
+        ]
         if any(undecidable.search(f"{text}\n") for text in texts):
             return False
         other = arguments.get("other")
