@@ -12,9 +12,10 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import combinations, takewhile
-from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from common.parsing.formats.base import Call, ToolFormat
+from common.parsing.json_text import refuse_constant
 
 Message: TypeAlias = dict[str, Any]  # as a template sees it: role, content and the rest
 Tool: TypeAlias = dict[str, Any]  # as the client described it
@@ -224,13 +225,9 @@ def _call(call: dict[str, Any]) -> Call:
 
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text, parse_constant=_refuse_constant), dict)
+        return isinstance(json.loads(text, parse_constant=refuse_constant), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
 
 
 def _complete(tool: Tool) -> Tool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
-from urllib.parse import unquote
 
 from common.parsing.formats.base import Schema
+from common.parsing.schemas import referenced
 
 _COMBINING: Final = frozenset({"$ref", "allOf", "anyOf", "oneOf", "nullable", "$defs", "definitions"})
 _ANNOTATIONS: Final = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
@@ -103,10 +103,7 @@ def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _referenced(reference: str, root: Schema) -> Any:
-    place: Any = root
-    for step in reference.split("/")[1:]:
-        name = unquote(step).replace("~1", "/").replace("~0", "~")
-        if not isinstance(place, Mapping) or name not in place:
-            raise ValueError(f"{reference} refers to nothing")
-        place = place[name]
-    return place
+    try:
+        return referenced(reference, root)
+    except LookupError as error:
+        raise ValueError(f"{reference} refers to nothing") from error

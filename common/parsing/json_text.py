@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 from common.parsing.formats.base import Schema, Tool
-from common.parsing.pieces import CallArguments, NoCall, Reading, Streaming, Waiting
+from common.parsing.pieces import CallArguments, NoCall, Reading, Returning, Streaming, Waiting
 from common.parsing.scanner import Scanner
 from common.parsing.schemas import Kind, items_of, kinds_of, member_of
 
@@ -318,6 +318,20 @@ def decoded(text: str) -> Any:
     return json.loads(text, parse_int=Number, parse_float=Number)
 
 
+def refuse_constant(constant: str) -> NoReturn:
+    """For `json.loads(parse_constant=...)`: NaN and Infinity are no JSON."""
+    raise ValueError(f"{constant} is no JSON")
+
+
+def kind_of(text: str) -> Kind | None:
+    """The type of a value by its JSON, without blanks around it; None where it is none."""
+    try:
+        json.loads(text, parse_int=Number, parse_float=Number, parse_constant=refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+    return _kind(text)
+
+
 def as_arguments(reading: Streaming[None]) -> Reading[None]:
     for piece in reading:
         yield None if piece is None else CallArguments(piece)
@@ -374,13 +388,10 @@ def _escape_of(character: str) -> str:
 
 
 def _mapped(reading: Streaming[str | None], change: Callable[[str], str]) -> Streaming[str | None]:
-    while True:
-        try:
-            piece = next(reading)
-        except StopIteration as stop:
-            result: str | None = stop.value
-            return result
+    pieces = Returning(reading)
+    for piece in pieces:
         yield None if piece is None else change(piece)
+    return pieces.value
 
 
 def _word(word: str, types: _Types) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import NamedTuple, TypeAlias, TypeVar
+from collections.abc import Generator, Iterator
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
+Y = TypeVar("Y")
 R = TypeVar("R")
 
 
@@ -52,6 +53,21 @@ Reading: TypeAlias = Generator[Piece | None, None, R]
 Waiting: TypeAlias = Generator[None, None, R]
 # One that yields text as it comes, and None.
 Streaming: TypeAlias = Generator[str | None, None, R]
+
+
+class Returning(Generic[Y, R]):
+    """A generator to iterate over that keeps what it returns.
+
+    Attributes:
+        value: set once the iteration has ended.
+    """
+
+    def __init__(self, reading: Generator[Y, None, R]) -> None:
+        self.value: R
+        self._reading = reading
+
+    def __iter__(self) -> Iterator[Y]:
+        self.value = yield from self._reading
 
 
 class NoCall(Exception):

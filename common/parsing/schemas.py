@@ -157,11 +157,20 @@ def _any_of(schemas: Sequence[Schema]) -> Schema:
     return schemas[0] if schemas else True
 
 
-def _referenced(reference: str, root: Schema) -> Any:
-    """What a reference within a document refers to; True where that is nothing."""
+def referenced(reference: str, root: Schema) -> Any:
+    """What a reference within a document refers to. Raises `LookupError` where that is nothing."""
     place: Any = root
-    path = reference.removeprefix("#").split("/")[1:]
-    for step in path:
+    for step in reference.split("/")[1:]:
         name = unquote(step).replace("~1", "/").replace("~0", "~")
-        place = place.get(name, True) if isinstance(place, Mapping) else True
+        if not isinstance(place, Mapping):
+            raise LookupError(reference)
+        place = place[name]
     return place
+
+
+def _referenced(reference: str, root: Schema) -> Any:
+    """The same; True, which says nothing, where that is nothing."""
+    try:
+        return referenced(reference, root)
+    except LookupError:
+        return True

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from decimal import Decimal
-from typing import Any, Final
+from typing import Final
 
 from common.parsing.formats.base import Schema, Tool
-from common.parsing.json_text import JsonReader, escape, joined, quoted
+from common.parsing.json_text import JsonReader, escape, joined, kind_of, quoted
 from common.parsing.pieces import CallArguments, NoCall, Waiting
 from common.parsing.scanner import Scanner
 from common.parsing.schemas import Kind, kinds_of, member_of
@@ -35,7 +34,7 @@ def convert(text: str, schema: Schema = True, root: Schema = True) -> str:
         return quoted(text)
     bare = text.strip()
     if kinds is None or "string" in kinds:
-        kind = _kind_of(bare)
+        kind = kind_of(bare)
         value = _mended(bare, schema, root) if kind and (kinds is None or kind in kinds) else None
     elif not bare and "null" in kinds:
         value = "null"
@@ -51,38 +50,6 @@ def convert(text: str, schema: Schema = True, root: Schema = True) -> str:
 def is_text(schema: Schema, root: Schema = True) -> bool:
     """Whether a value is a string whatever is written."""
     return kinds_of(schema, root) == _TEXT
-
-
-def _kind_of(text: str) -> Kind | None:
-    """The type of a value by its JSON; None where it is none."""
-    try:
-        value = json.loads(text, parse_int=_Integer, parse_float=_Float, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return None
-    return _KIND_OF[type(value)]
-
-
-class _Integer(str):
-    """A number as it is spelled: digits are not counted, and none is lost."""
-
-
-class _Float(str):
-    """Likewise."""
-
-
-_KIND_OF: Final[dict[type, Kind]] = {
-    type(None): "null",
-    bool: "boolean",
-    _Integer: "integer",
-    _Float: "number",
-    str: "string",
-    list: "array",
-    dict: "object",
-}
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
 
 
 def _mended(text: str, schema: Schema, root: Schema) -> str | None:
@@ -109,7 +76,7 @@ def _document(scanner: Scanner, schema: Schema, root: Schema) -> Waiting[str]:
 
 def _whole(number: str) -> str:
     """A number without its fraction where that is zero; other JSON as it is."""
-    if _kind_of(number) == "number":
+    if kind_of(number) == "number":
         value = Decimal(number)
         if value.adjusted() <= _LARGEST_EXPONENT and value == value.to_integral_value():
             return str(int(value))

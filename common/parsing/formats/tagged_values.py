@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple
 
 from common.parsing.formats.base import NAME_LENGTH, Tools
 from common.parsing.formats.tool_names import read_tool
-from common.parsing.pieces import NoCall, Reading, Streaming, Waiting
+from common.parsing.pieces import NoCall, Reading, Returning, Streaming, Waiting
 from common.parsing.scanner import Scanner
 from common.parsing.values import ArgumentsWriter
 
@@ -74,19 +74,15 @@ def read_value(
     Raises:
         NoCall: the text was cut before anything showed that the value is complete.
     """
-    text = _text_until(scanner, endings)
+    read = _text_until(scanner, endings)
     if written in ("spread", "tight") and ((yield from scanner.accept("\n")) or written == "spread"):
-        text = _without_last_newline(text)
+        read = _without_last_newline(read)
+    text = Returning(read)
     streamed = written == "text"
     if streamed:
         yield writer.begin_text()
     held = ""
-    while True:
-        try:
-            piece = next(text)
-        except StopIteration as stop:
-            closed_by: str | None = stop.value
-            break
+    for piece in text:
         if piece is None:
             yield None
         elif streamed:
@@ -101,7 +97,7 @@ def read_value(
         yield writer.end_text()
     else:
         yield writer.json(held) if written == "json" else writer.value(held)
-    return closed_by
+    return text.value
 
 
 def check_forgotten(scanner: Scanner, *then: str) -> Waiting[None]:
@@ -161,12 +157,8 @@ def _text_until(scanner: Scanner, endings: Sequence[Ending]) -> Streaming[str | 
 
 def _without_last_newline(text: Streaming[str | None]) -> Streaming[str | None]:
     held = ""
-    while True:
-        try:
-            piece = next(text)
-        except StopIteration as stop:
-            closed_by: str | None = stop.value
-            return closed_by
+    whole = Returning(text)
+    for piece in whole:
         if piece is None:
             yield None
             continue
@@ -174,6 +166,7 @@ def _without_last_newline(text: Streaming[str | None]) -> Streaming[str | None]:
         held = "\n" if piece.endswith("\n") else ""
         if shown := piece.removesuffix(held):
             yield shown
+    return whole.value
 
 
 def _skip(text: str, at: int, characters: str) -> int:

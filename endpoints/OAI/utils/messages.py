@@ -6,10 +6,11 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
-from typing import Any, NoReturn
+from typing import Any
 
 from common.conversations import Message
 from common.errors import InvalidRequest
+from common.parsing.json_text import refuse_constant
 from common.prefixes import without_volatile_line
 from common.templating import ChatTemplate, TemplateTraits
 from endpoints.OAI.types.message import ChatMessage, FunctionCall, ToolCall
@@ -149,7 +150,7 @@ def template_arguments(given: Any, traits: TemplateTraits) -> Any:
     value = {} if given is None or given == "" else given
     if isinstance(value, str):
         try:
-            parsed = json.loads(value, parse_constant=_not_json, parse_float=_finite)
+            parsed = json.loads(value, parse_constant=refuse_constant, parse_float=_finite)
         except (ValueError, RecursionError):
             parsed = value
         value = {} if parsed is None else parsed if isinstance(parsed, dict) else given
@@ -160,10 +161,6 @@ def template_arguments(given: Any, traits: TemplateTraits) -> Any:
     if isinstance(value, str) and traits.mapping_arguments:
         return {"arguments": value}
     return value
-
-
-def _not_json(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
 
 
 def _finite(digits: str) -> float:

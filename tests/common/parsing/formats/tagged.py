@@ -14,6 +14,7 @@ from common.parsing.formats.base import Call, Tool, ToolFormat, Tools
 from common.parsing.pieces import Piece
 from common.parsing.tags import TagDialect
 from tests.common.parsing.answers import calls_of, content_of, read
+from tests.common.parsing.reading import strict
 
 LS: Final = Tool("ls", {"type": "object", "properties": {"path": {"type": "string"}, "depth": {"type": "integer"}}})
 EDIT: Final = Tool(
@@ -128,14 +129,7 @@ def answer(
     assert read_with(format, text, [1], ending, tools) == whole
     for size in range(1, len(text)):
         assert read_with(format, text, [size, len(text)], ending, tools) == whole, text[:size]
-    return [(call.name, strict_json(call.arguments)) for call in calls_of(whole)], content_of(whole)
-
-
-def strict_json(text: str) -> Any:
-    def refuse(constant: str) -> Any:
-        raise AssertionError(f"{constant} is no JSON")
-
-    return json.loads(text, parse_constant=refuse)
+    return [(call.name, strict(call.arguments)) for call in calls_of(whole)], content_of(whole)
 
 
 def check_gives_back(format: ToolFormat, calls: Sequence[Call], sizes: Sequence[int]) -> None:

@@ -16,7 +16,8 @@ from common.parsing.formats.hy3 import Hunyuan
 from common.parsing.formats.minimax import MiniMax
 from common.parsing.formats.qwen_xml import QwenXml
 from tests.common.parsing.answers import calls_of, check_contents, chunk_sizes, texts_of
-from tests.common.parsing.formats.tagged import TOOLS, read_with, strict_json
+from tests.common.parsing.formats.tagged import TOOLS, read_with
+from tests.common.parsing.reading import strict
 
 FRAGMENTS = {
     QwenXml(): [
@@ -62,6 +63,6 @@ def test_garbage(format: ToolFormat) -> None:
         check_contents(text, whole)
         for call in calls_of(whole):
             assert call.name in TOOLS
-            assert isinstance(strict_json(call.arguments), dict)
+            assert isinstance(strict(call.arguments), dict)
 
     check()

@@ -10,60 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.parsing.formats.apertus import Apertus
+from common.parsing.formats import registry
 from common.parsing.formats.base import Call, ToolFormat
-from common.parsing.formats.deepseek_v3 import DeepSeekV3, DeepSeekV31
-from common.parsing.formats.functionary import Functionary
+from common.parsing.formats.deepseek_dsml import DeepSeekDsml
 from common.parsing.formats.gemma4 import Gemma4
-from common.parsing.formats.hermes import Hermes
-from common.parsing.formats.json_families import (
-    CommandR,
-    CommandR7b,
-    Functools,
-    GigaChat3,
-    Granite3,
-    InternLm2,
-    LongCat,
-    MiniMaxM1,
-    Nemotron,
-    Phi4Mini,
-    ToolCalls,
-)
-from common.parsing.formats.kimi import Kimi
-from common.parsing.formats.llama3_json import Llama3Json
-from common.parsing.formats.mistral import Mistral
+from common.parsing.formats.glm import Glm
+from common.parsing.formats.hy3 import Hunyuan
+from common.parsing.formats.minimax import MiniMax
 from common.parsing.formats.mistral_old import MistralOld
-from common.parsing.formats.pythonic import Lfm2, Olmo3, Pythonic
-from common.parsing.formats.solar import Solar
+from common.parsing.formats.pythonic import Pythonic
+from common.parsing.formats.qwen_xml import QwenXml
 from tests.common.parsing.answers import chunk_sizes
 from tests.common.parsing.formats.tagged import read_with
 from tests.common.parsing.reading import TOOLS, Ending, mutated, read_block, strict, texts, values
 
-VERBATIM: list[ToolFormat] = [
-    Hermes(),
-    Mistral(),
-    MistralOld(),
-    Kimi(),
-    DeepSeekV3(),
-    DeepSeekV31(),
-    Llama3Json(),
-    Nemotron(),
-    ToolCalls(),
-    MiniMaxM1(),
-    Phi4Mini(),
-    Granite3(),
-    CommandR(),
-    CommandR7b(),
-    InternLm2(),
-    LongCat(),
-    GigaChat3(),
-    Functools(),
-    Functionary(),
-    Solar(),
-    Apertus(),
-]
-OWN_SYNTAX: list[ToolFormat] = [Gemma4(), Pythonic(), Lfm2(), Olmo3()]
-FORMATS = [*VERBATIM, *OWN_SYNTAX]
+BETWEEN_TAGS = (QwenXml, Glm, MiniMax, Hunyuan, DeepSeekDsml)
+OWN_SYNTAX = (Gemma4, Pythonic)
+FORMATS = [format for format in registry.FORMATS if not isinstance(format, BETWEEN_TAGS)]
 
 ls_arguments = st.fixed_dictionaries({}, optional={"path": texts, "depth": st.integers()})
 free_arguments = st.dictionaries(texts, values, max_size=3)
@@ -94,7 +57,7 @@ def test_calls_are_given_back_however_they_are_cut(format: ToolFormat, calls: li
     assert [name for name, _, _ in read.calls] == [call.name for call in calls]
     for (_, _, arguments), call in zip(read.calls, calls, strict=True):
         assert strict(arguments) == strict(call.arguments)
-        assert arguments == call.arguments or format not in VERBATIM
+        assert arguments == call.arguments or isinstance(format, OWN_SYNTAX)
 
 
 @given(
