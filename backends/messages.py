@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from common.caching import CacheChange, CacheExplanation, CacheState, PlanBasis
 from common.errors import ErrorRecord
 from common.generation import Event, GenerationRequest, TextSpan
 
@@ -104,11 +105,49 @@ class Split(msgspec.Struct, frozen=True, tag=True):
     tokens: list[int]
 
 
+class Inspect(msgspec.Struct, frozen=True, tag=True):
+    """Asks what the engine has cached."""
+
+    id: str
+
+
+class Explain(msgspec.Struct, frozen=True, tag=True):
+    """Asks how much of a prompt would be processed, without starting it or changing anything."""
+
+    id: str
+    request: GenerationRequest
+
+
+class FlushCache(msgspec.Struct, frozen=True, tag=True):
+    """Writes everything to the disk tier. Answered by `CacheChanged` when it is there."""
+
+    id: str
+
+
+class ClearCache(msgspec.Struct, frozen=True, tag=True):
+    """Forgets all that no running request uses, in all tiers, and what is known of earlier prompts."""
+
+    id: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Release everything and exit. The end of stdin means the same."""
 
 
-ToEngine: TypeAlias = Prepare | Load | Generate | Cancel | Encode | Decode | Split | Shutdown
+ToEngine: TypeAlias = (
+    Prepare
+    | Load
+    | Generate
+    | Cancel
+    | Encode
+    | Decode
+    | Split
+    | Inspect
+    | Explain
+    | FlushCache
+    | ClearCache
+    | Shutdown
+)
 
 
 # --- engine to server ---------------------------------------------------------------------------------------------
@@ -116,6 +155,8 @@ ToEngine: TypeAlias = Prepare | Load | Generate | Cancel | Encode | Decode | Spl
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
     """The model and its settings can be loaded, as far as can be told without loading."""
+
+    plan: PlanBasis | None = None  # None: the model has no recurrent layers
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):
@@ -126,6 +167,7 @@ class LoadProgress(msgspec.Struct, frozen=True, tag=True):
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     info: ModelInfo
+    plan: PlanBasis | None = None  # as in Prepared, now with what follows from a measured speed
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
@@ -147,7 +189,7 @@ class Produced(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The last message of its id, for a Generate, Encode, Decode or Split."""
+    """The last message of its id, for a Generate or any call."""
 
     id: str
     error: ErrorRecord
@@ -168,13 +210,41 @@ class Pieces(msgspec.Struct, frozen=True, tag=True):
     pieces: list[bytes]  # one for each token; the bytes of a character may be spread over several
 
 
+class Inspected(msgspec.Struct, frozen=True, tag=True):
+    id: str
+    state: CacheState
+
+
+class Explained(msgspec.Struct, frozen=True, tag=True):
+    id: str
+    explanation: CacheExplanation
+
+
+class CacheChanged(msgspec.Struct, frozen=True, tag=True):
+    id: str
+    change: CacheChange
+
+
 class Log(msgspec.Struct, frozen=True, tag=True):
     level: str  # loguru's level name
     message: str
 
 
 FromEngine: TypeAlias = (
-    Prepared | LoadProgress | Loaded | LoadFailed | Accepted | Produced | Failed | Encoded | Decoded | Pieces | Log
+    Prepared
+    | LoadProgress
+    | Loaded
+    | LoadFailed
+    | Accepted
+    | Produced
+    | Failed
+    | Encoded
+    | Decoded
+    | Pieces
+    | Inspected
+    | Explained
+    | CacheChanged
+    | Log
 )
 
 

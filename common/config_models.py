@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
-from annotated_types import Ge, Gt, Le, MultipleOf
+from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -118,6 +118,20 @@ def _check_origins(origins: list[str]) -> list[str]:
     return origins
 
 
+def _parse_target(value: object) -> object:
+    if isinstance(value, str) and value.strip().isdigit():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= PAGE_TOKENS:
+        return value
+    if (
+        isinstance(value, str)
+        and (seconds := re.fullmatch(r"(\d{1,9}(\.\d+)?)\s*s", value.strip()))
+        and float(seconds[1]) > 0
+    ):
+        return f"{seconds[1]}s"
+    raise ValueError(f"should be tokens, at least {PAGE_TOKENS}, or seconds such as 3s")
+
+
 Integer: TypeAlias = Annotated[int, BeforeValidator(_refuse_bool)]
 Number: TypeAlias = Annotated[float, BeforeValidator(_refuse_bool)]
 Positive: TypeAlias = Annotated[Integer, Gt(0)]
@@ -130,6 +144,11 @@ CacheMode: TypeAlias = Annotated[
     str,
     AfterValidator(_parse_cache_mode),
     Allowed("FP16, Q8, Q6, Q4, or the bits of keys and values such as 8,4 (2 to 8)"),
+]
+CheckpointTarget: TypeAlias = Annotated[
+    int | str,  # tokens, or seconds followed by "s"
+    BeforeValidator(_parse_target),
+    Allowed(f"tokens, at least {PAGE_TOKENS}, or seconds such as 3s"),
 ]
 RopeAlpha: TypeAlias = Annotated[Number | Literal["auto"], Allowed("a number or auto")]
 ApiServers: TypeAlias = Annotated[
@@ -194,6 +213,9 @@ class NetworkConfig(Section):
     """Seconds between signs of life in a stream that has nothing else to send, as during a long prefill. 0 sends
     none."""
 
+    public_metrics: bool = False
+    """Let everybody read /metrics, without a key."""
+
     cors_origins: Origins = ["loopback"]
     """Web pages that may use the server from a browser. "loopback" stands for the pages of this machine (localhost,
     127.0.0.1, [::1]) on any port; they may send credentials, and so may origins that are listed by name. "*" opens the
@@ -248,6 +270,10 @@ class ModelParameters(Section):
     """Precision of the key/value cache: FP16, Q8, Q6 or Q4, or the bits of keys and values apart, such as 8,4. Fewer
     bits hold more tokens in the same VRAM."""
 
+    recurrent_dtype: Literal["fp16", "fp32"] = "fp16"
+    """Precision in which the recurrent state of Gated DeltaNet and KDA layers is kept. fp32 doubles it, and with it the
+    size of each checkpoint."""
+
     tensor_parallel: bool = False
     """Compute every layer on all GPUs at once instead of spreading the layers over them. Without effect on one GPU."""
 
@@ -276,6 +302,14 @@ class ModelParameters(Section):
     """Prompt tokens processed in one step (rounded up to a multiple of 256). Larger is a little faster and needs more
     VRAM. Recurrent checkpoints of a prompt fall on the ends of chunks, see recurrent_checkpoint_interval_pp."""
 
+    shared_chunk_size: PageMultiple | None = None
+    """As chunk_size, while answers to other requests are generated, so that those pause for shorter. A multiple of 256,
+    no larger than chunk_size. Empty: half of chunk_size."""
+
+    prefill_cooldown: NotNegative = 4
+    """Tokens that each running answer gets between two chunks of somebody else's prompt. 0: a chunk for every token,
+    which is soonest done with the prompt and slowest for the answers."""
+
     recurrent_checkpoint_interval: PageMultiple | None = None
     """Tokens between two checkpoints of a model with recurrent layers, in generated text and in the last two chunks of
     a prompt. Smaller: an edited or continued chat is processed again from a nearer point. Larger: less host RAM
@@ -286,6 +320,18 @@ class ModelParameters(Section):
     chunks. With the default an edit early in a long prompt costs a full prefill. Checkpoints fall on the ends of
     chunks, so a value below chunk_size brings no more than chunk_size does; set both intervals together. A multiple of
     256; empty: the engine's default, 32768."""
+
+    recurrent_checkpoint_target: CheckpointTarget | None = None
+    """Instead of the two intervals: how many unchanged tokens, or seconds of prefill such as 3s, an edit of a prompt
+    may cost at most beyond those that follow it. Both intervals, and chunk_size where it is too large, are derived from
+    it, from max_seq_len, and from what memory.sysmem_recurrent_cache holds; the log shows what was chosen and why. An
+    interval that is set wins. Empty: the intervals say."""
+
+    recurrent_checkpoint_boundaries: NotNegative = 2
+    """For models with recurrent layers: put checkpoints where prompts really change, at the end of the system prompt
+    and the tools, and where each of the last so many user messages begins. An edit there then costs what follows it,
+    and one page more at most. Before the last of these places they stand in for recurrent_checkpoint_interval. 0:
+    none."""
 
     output_chunking: bool = True
     """Reserve cache for an answer in steps of chunk_size instead of all at once, so that more requests fit."""
@@ -438,6 +484,25 @@ class DraftModelParameters(Section):
     ngram_match_min: Positive = 2
     """Tokens that must repeat before ngram drafts what followed them."""
 
+    ngram_corpus: str | None = None
+    """File with a text index that ngram drafts from as well, made with the engine's own tool. Only with draft_mode
+    ngram."""
+
+    draft_confidence: Annotated[Number, Gt(0), Lt(1)] = 0.4
+    """With dynamic_draft: how probable it must be that a drafted token is accepted. Lower drafts more."""
+
+    hybrid_draft_tokens: NotNegative = 0
+    """Tokens to draft at once where the answer repeats this many tokens of its context, on top of any draft_mode. Pays
+    where a model recites long texts, such as a file that it edits. 0: off."""
+
+    draft_max_rows: NotNegative = 0
+    """Most tokens checked in one step, of all requests together; drafts are shortened to it. 0: no limit."""
+
+    sparse_draft_head: NotNegative = 0
+    """Words of the vocabulary that a drafter may propose, the frequent ones; makes drafting quicker for drafters that
+    use the model's own output layer, as MTP, without tensor_parallel. How often each token occurs is counted in a file
+    in the user's cache folder. 0: all."""
+
 
 class DraftModelSelection(Section):
     """Where draft models are."""
@@ -500,8 +565,28 @@ class MemoryConfig(Section):
     first, then those unused for longest."""
 
     sysmem_kv_cache: NotNegative = 0
-    """MB of host RAM for key/value pages pushed out of VRAM, from where they return quicker than they are computed. 0:
-    none. Not with tensor_parallel."""
+    """MB of host RAM for key/value pages pushed out of VRAM, from where they return quicker than they are computed. At
+    least two pages of the model have to fit. 0: none."""
+
+    disk_cache_dir: str | None = None
+    """Folder in which key/value pages and checkpoints are kept, so that they survive a restart and another model. What
+    it holds tells what was in the prompts; it is made for its owner alone. It goes through host RAM: where
+    sysmem_kv_cache is 0, 1024 is used. Empty: none."""
+
+    disk_cache_size: Positive = 51200
+    """MB that disk_cache_dir may take, for all models together. When it is full, what was unused for longest goes."""
+
+    disk_cache_flush_on_idle: bool = True
+    """Write everything to disk_cache_dir as soon as no request runs, and when the model is unloaded. Otherwise only
+    what leaves VRAM, and what disk_cache_write_interval asks for."""
+
+    disk_cache_checkpoint_interval: NotNegative = 4096
+    """Least distance in tokens of the checkpoints that are kept in disk_cache_dir; they are larger than pages by far.
+    The last one of a conversation is always kept. 0: all."""
+
+    disk_cache_write_interval: Annotated[Number, Ge(0)] = 2.0
+    """Seconds between two writes to disk_cache_dir while requests run, so that little of a long prefill is lost when
+    the process dies. 0: none."""
 
     cuda_malloc_async: bool = True
     """Use CUDA's asynchronous allocator. Turn it off if the driver has trouble with it."""

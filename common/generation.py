@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from common.caching import CacheExplanation
 from common.sampling import SamplingParameters
 
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
@@ -59,6 +60,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     thoughts: Thoughts | None = None  # None: they are not told apart
     echo: bool = False  # report the prompt first, with its log-probabilities where `logprobs` asks for them
     prompt_only: bool = False  # generate nothing: the echo, then a Finish
+    # Where recurrent checkpoints are worth most: characters of a prompt text, or tokens of token ids, ascending.
+    cache_boundaries: list[int] = []
+    owner: str = ""  # who asks: prompts are compared with earlier ones of the same owner; see common.caching
+    explain_cache: bool = False  # report in Usage why so much of the prompt was cached, and not more
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -81,6 +86,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     reasoning_tokens: int = 0  # of completion_tokens, those of thoughts
     cached_tokens: int = 0  # of prompt_tokens, those not processed again
+    matched_tokens: int = 0  # of prompt_tokens, those whose keys and values were cached; more than cached_tokens where
+    # a model with recurrent layers had no checkpoint as far on: the rest was replayed
+    ram_tokens: int = 0  # of cached_tokens, those that came back from the page tier in host RAM
+    disk_tokens: int = 0  # of cached_tokens, those that came back from disk
+    explanation: CacheExplanation | None = None  # with explain_cache
     accepted_draft_tokens: int = 0
     rejected_draft_tokens: int = 0
     queue_seconds: float = 0.0

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, MultipleOf
+from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
@@ -86,6 +86,8 @@ def _describe_limits(limits: Iterable[Any]) -> Iterator[str]:
                 yield f"greater than {bound}"
             case Le(le=bound):
                 yield f"{bound} or less"
+            case Lt(lt=bound):
+                yield f"less than {bound}"
             case MultipleOf(multiple_of=factor):
                 yield f"a multiple of {factor}"
 

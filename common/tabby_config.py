@@ -31,6 +31,9 @@ CONFIG_FILE = "config.yml"
 SAMPLE_FILE = "config_sample.yml"
 MODEL_FILE = "tabby_config.yml"
 
+# Relative to the working directory, which the engine's process does not share.
+PATHS = (("draft_model", "draft_model_dir"), ("draft_model", "ngram_corpus"), ("memory", "disk_cache_dir"))
+
 # Values by section and key, of any layer.
 Values: TypeAlias = Mapping[str, Mapping[str, Any]]
 
@@ -292,8 +295,12 @@ def merge_load_settings(
 
     merged = _merge(first, _model_file(model_directory))
     merged = _merge(merged, _check_load(_load_parameters(last), source))
-    merged["draft_model"]["draft_model_dir"] = str(Path(settings.draft_model.draft_model_dir).absolute())
-    return LoadSettings.model_validate({**merged, "memory": settings.memory.model_dump()})
+    merged["draft_model"]["draft_model_dir"] = settings.draft_model.draft_model_dir
+    merged["memory"] = settings.memory.model_dump()
+    for section, key in PATHS:
+        if path := merged[section].get(key):
+            merged[section][key] = str(Path(path).absolute())
+    return LoadSettings.model_validate(merged)
 
 
 def _check_load(values: Values, source: str) -> dict[str, dict[str, Any]]:

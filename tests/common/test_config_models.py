@@ -53,6 +53,22 @@ class TestCheckpointIntervals:
 
 
 @both
+class TestCheckpointTarget:
+    @pytest.mark.parametrize(
+        ("given", "read"), [(256, 256), (" 2048 ", 2048), ("3s", "3s"), (" 0.5 s", "0.5s"), (10**30, 10**30)]
+    )
+    def test_accepted(self, make: Any, given: object, read: object) -> None:
+        assert make(recurrent_checkpoint_target=given).recurrent_checkpoint_target == read
+
+    # The last one is infinite as a float.
+    @pytest.mark.parametrize("given", [255, "0", "0s", "-3s", "3", "1e9s", "s", 3.0, True, "\u00b2", "9" * 400 + "s"])
+    def test_refused(self, make: Any, given: object) -> None:
+        with pytest.raises(ValidationError) as raised:
+            make(recurrent_checkpoint_target=given)
+        assert raised.value.errors()[0]["loc"] == ("recurrent_checkpoint_target",)
+
+
+@both
 @pytest.mark.parametrize(
     ("key", "value"),
     [

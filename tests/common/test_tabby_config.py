@@ -135,6 +135,8 @@ def other_value(setting: Setting) -> Any:
         "draft_model.draft_cache_mode": "Q6",
         "model.rope_alpha": "auto",
         "draft_model.draft_rope_alpha": 2.5,
+        "draft_model.draft_confidence": 0.5,
+        "model.recurrent_checkpoint_target": 1024,
         "lora.loras": [{"name": "a", "scaling": 0.5}, {"name": "b", "scaling": 2.0}],
         "model.backend": "exllamav3",
     }
@@ -350,17 +352,33 @@ def test_the_list_above_is_complete(read: Read) -> None:
     ours = {
         "control_tokens_in_messages",
         "cors_origins",
+        "disk_cache_checkpoint_interval",
+        "disk_cache_dir",
+        "disk_cache_flush_on_idle",
+        "disk_cache_size",
+        "disk_cache_write_interval",
+        "draft_confidence",
+        "draft_max_rows",
         "exclude_tools_when_tool_choice_none",
+        "hybrid_draft_tokens",
         "keep_volatile_lines",
         "log_level",
         "log_console",
         "log_file",
         "log_json",
         "max_body_mb",
+        "ngram_corpus",
+        "prefill_cooldown",
+        "public_metrics",
         "reasoning_mode",
+        "recurrent_checkpoint_boundaries",
         "recurrent_checkpoint_interval",
         "recurrent_checkpoint_interval_pp",
+        "recurrent_checkpoint_target",
+        "recurrent_dtype",
         "sampler_preset",
+        "shared_chunk_size",
+        "sparse_draft_head",
     }
     written = YAML(typ="safe", pure=True).load(EVERY_KEY_OF_TABBY)
     assert {setting.key for setting in ALL_SETTINGS} - ours == {key for keys in written.values() for key in keys}
@@ -599,6 +617,18 @@ def test_request_without_effect_is_warned_about(model: Path, log_lines: list[str
 def test_refused_request_names_the_key(model: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"load request: model\.cache_size is 1000, but must be"):
         merge_load_settings(SERVER, model_directory=model, request={"cache_size": 1000})
+
+
+def test_paths_are_relative_to_the_working_directory(model: Path) -> None:
+    """The engine's process has another one."""
+    server = Settings.model_validate(
+        {"memory": {"disk_cache_dir": "kept"}, "draft_model": {"draft_model_dir": "drafts", "ngram_corpus": "a/corpus"}}
+    )
+    load = merge_load_settings(server, model_directory=model)
+    assert load.memory.disk_cache_dir == str(Path("kept").absolute())
+    assert load.draft_model.draft_model_dir == str(Path("drafts").absolute())
+    assert load.draft_model.ngram_corpus == str(Path("a/corpus").absolute())
+    assert merge_load_settings(Settings(), model_directory=model).memory.disk_cache_dir is None
 
 
 # --- the sample ---------------------------------------------------------------------------------------------------
