@@ -17,6 +17,7 @@ from loguru import logger
 
 from backends import messages
 from backends.messages import FromEngine, LoadProgress, ModelInfo, ToEngine
+from common.caching import CacheChange, CacheExplanation, CacheState, PlanBasis
 from common.config_models import LoadSettings
 from common.errors import EngineFailed, ModelLoadFailed, ModelNotLoaded, RequestCancelled, ServerError
 from common.generation import Event, Finish, GenerationRequest, TextSpan
@@ -28,8 +29,10 @@ PROJECT_ROOT = Path(__file__).resolve().parent.parent
 # begins anew; one that comes sooner goes on with the next delay, and past the last the model counts as failed.
 RESTART_DELAYS = (0.0, 2.0, 10.0)
 STABLE_SECONDS = 60.0
-# How long an engine may take to release the GPU and exit before it is killed.
+# How long an engine that was told to exit may say nothing before it is killed: one that has nothing to do but release
+# the GPU, and one that writes its cache to disk, which says how it gets on.
 SHUTDOWN_SECONDS = 10.0
+FLUSH_SECONDS = 60.0
 STDERR_LINES_KEPT = 30
 
 ClientState: TypeAlias = Literal["new", "prepared", "ready", "restarting", "failed", "closed"]
@@ -107,22 +110,28 @@ class EngineClient:
         directory: folder of the model.
         settings: what the model is, or will be, loaded with.
         info: the loaded model; set once `load()` has ended.
+        plan: what checkpoints of the model cost; set by `prepare()`, and again by `load()`, which may measure for it.
+            None: it has no recurrent layers.
         state: where in its life the client is.
         failure: why `state` is "failed".
+        on_restart: called after each attempt to bring a crashed engine back, with whether it is. It must not raise.
     """
 
     def __init__(self, directory: Path, settings: LoadSettings, command: Sequence[str] = WORKER_COMMAND) -> None:
         self.directory = directory
         self.settings = settings
         self.info: ModelInfo | None = None
+        self.plan: PlanBasis | None = None
         self.state: ClientState = "new"
         self.failure: str | None = None
+        self.on_restart: Callable[[bool], None] = lambda back: None
         self._command = tuple(command)
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._restarter: asyncio.Task[None] | None = None
         self._restarts = 0
         self._started_at = 0.0
+        self._heard_at = 0.0  # when the process last said something
         self._settled = asyncio.Event()  # set while requests can be taken, or never will be
         self._idle = asyncio.Event()
         self._idle.set()
@@ -160,6 +169,7 @@ class EngineClient:
         except BaseException:
             await self._stop_process()
             raise
+        self.plan = answer.plan
         self.state = "prepared"
 
     async def load(self) -> AsyncIterator[LoadProgress]:
@@ -173,6 +183,7 @@ class EngineClient:
             await self._stop_process()
             raise
         self.info = event.info
+        self.plan = event.plan
         self._started_at = asyncio.get_running_loop().time()
         self.state = "ready"
         self._settled.set()
@@ -247,6 +258,30 @@ class EngineClient:
         answer = await self._call(lambda call_id: messages.Split(id=call_id, tokens=tokens))
         assert isinstance(answer, messages.Pieces)
         return answer.pieces
+
+    async def inspect(self) -> CacheState:
+        """What the engine has cached at this moment."""
+        answer = await self._call(lambda call_id: messages.Inspect(id=call_id))
+        assert isinstance(answer, messages.Inspected)
+        return answer.state
+
+    async def explain(self, request: GenerationRequest) -> CacheExplanation:
+        """How much of a prompt would be processed, without starting it. Raises `ServerError` as `generate()` does."""
+        answer = await self._call(lambda call_id: messages.Explain(id=call_id, request=request))
+        assert isinstance(answer, messages.Explained)
+        return answer.explanation
+
+    async def flush_cache(self) -> CacheChange:
+        """Write everything to the disk tier, and wait until it is there. Raises `InvalidRequest` without that tier."""
+        answer = await self._call(lambda call_id: messages.FlushCache(id=call_id))
+        assert isinstance(answer, messages.CacheChanged)
+        return answer.change
+
+    async def clear_cache(self) -> CacheChange:
+        """Drop everything that no running request uses, in all tiers, and what is known of earlier prompts."""
+        answer = await self._call(lambda call_id: messages.ClearCache(id=call_id))
+        assert isinstance(answer, messages.CacheChanged)
+        return answer.change
 
     async def _call(self, build: _BuildCall) -> FromEngine:
         await self._available()
@@ -325,6 +360,7 @@ class EngineClient:
             while True:
                 header = await process.stdout.readexactly(messages.HEADER_BYTES)
                 body = await process.stdout.readexactly(messages.body_length(header))
+                self._heard_at = asyncio.get_running_loop().time()
                 self._dispatch(messages.from_engine_decoder.decode(body))
         except asyncio.IncompleteReadError:
             pass  # the pipe is closed: the process ends, or has ended
@@ -368,7 +404,14 @@ class EngineClient:
                         call.set_exception(error)
                 elif (generation := self._forget(request_id)) is not None:
                     generation._fail(error)
-            case messages.Encoded(id=call_id) | messages.Decoded(id=call_id) | messages.Pieces(id=call_id):
+            case (
+                messages.Encoded(id=call_id)
+                | messages.Decoded(id=call_id)
+                | messages.Pieces(id=call_id)
+                | messages.Inspected(id=call_id)
+                | messages.Explained(id=call_id)
+                | messages.CacheChanged(id=call_id)
+            ):
                 if (call := self._calls.get(call_id)) is not None and not call.done():
                     call.set_result(message)
             case messages.Log(level=level, message=text):
@@ -412,9 +455,11 @@ class EngineClient:
                 self.failure = error.message
                 self.state = "restarting"
                 logger.error("The engine of {} did not come back: {}", self.name, error.message)
+                self.on_restart(False)
             else:
                 self.failure = None
                 logger.info("The engine of {} is back", self.name)
+                self.on_restart(True)
                 return
         self.state = "failed"
         self.failure = self.failure or "its engine process keeps crashing"
@@ -427,10 +472,17 @@ class EngineClient:
         await self._send(messages.Shutdown())
         if process.stdin is not None:
             process.stdin.close()
-        try:
-            await asyncio.wait_for(asyncio.shield(watcher), SHUTDOWN_SECONDS)
-        except TimeoutError:
-            logger.warning("The engine process of {} did not end in {} s; it is killed", self.name, SHUTDOWN_SECONDS)
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await watcher
+        loop = asyncio.get_running_loop()
+        limit = FLUSH_SECONDS if self.settings.memory.disk_cache_dir else SHUTDOWN_SECONDS
+        told_at = loop.time()
+        while not watcher.done():
+            left = max(told_at, self._heard_at) + limit - loop.time()
+            if left <= 0:
+                logger.warning(
+                    "The engine process of {} neither ends nor gets on in {} s; it is killed", self.name, limit
+                )
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                break
+            await asyncio.wait({watcher}, timeout=left)
+        await watcher

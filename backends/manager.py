@@ -11,6 +11,7 @@ from loguru import logger
 
 from backends.client import WORKER_COMMAND, EngineClient
 from backends.messages import LoadProgress
+from common.caching import PlanBasis
 from common.config_models import LoadSettings
 from common.errors import ModelLoadFailed, ModelNotLoaded, ServerError
 from common.model_folder import model_folder
@@ -28,13 +29,17 @@ class ModelManager:
     Attributes:
         model_dir: parent of the model folders.
         load_error: why the last load failed; None after one that did not, and before the first.
-        on_loaded: called with each model that has just been loaded. It must not raise.
+        on_loaded: called with each model that has just been loaded. It must not raise, nor must the next two.
+        on_load_ended: called at the end of each load, with whether the model serves.
+        on_restart: called after each start of an engine in place of one that has died, with whether the model is back.
     """
 
     def __init__(self, model_dir: Path, worker_command: Sequence[str] = WORKER_COMMAND) -> None:
         self.model_dir = model_dir
         self.load_error: str | None = None
         self.on_loaded: Callable[[EngineClient], None] = lambda client: None
+        self.on_load_ended: Callable[[bool], None] = lambda loaded: None
+        self.on_restart: Callable[[bool], None] = lambda back: None
         self._worker_command = worker_command
         self._client: EngineClient | None = None
         self._loading: str | None = None  # name of the model being loaded
@@ -74,9 +79,24 @@ class ModelManager:
         names = (entry.name for entry in self.model_dir.iterdir() if (entry / "config.json").is_file())
         return sorted(names, key=lambda name: (name.casefold(), name))
 
-    def resolve(self, name: str) -> Path:
+    def resolve(self, name: str, param: str = "model_name") -> Path:
         """Folder of the model `name`; see `model_folder` for what it raises."""
-        return model_folder(self.model_dir, name)
+        return model_folder(self.model_dir, name, param)
+
+    async def plan_basis(self, directory: Path, settings: LoadSettings) -> PlanBasis | None:
+        """What checkpoints of a model would cost if it were loaded; None without recurrent layers.
+
+        Asks a process that ends without having read a weight. `current` is not touched.
+
+        Raises:
+            ServerError: what is wrong with the model or the settings.
+        """
+        client = EngineClient(directory, settings, self._worker_command)
+        try:
+            await client.prepare()
+            return client.plan
+        finally:
+            await client.close()
 
     # --- changes ------------------------------------------------------------------------------------------------
 
@@ -129,7 +149,7 @@ class ModelManager:
                 return
             logger.info("Loading {}", directory.name)
             self._loading = directory.name
-            new = EngineClient(directory, settings, self._worker_command)
+            new = self._new_client(directory, settings)
             try:
                 await new.prepare()
                 if old is not None:
@@ -139,9 +159,11 @@ class ModelManager:
                     await self._close_current()
                 await self._bring_up(new, report)
                 self.load_error = None
+                self.on_load_ended(True)
             except ServerError as error:
                 logger.error("Loading {} failed: {}", directory.name, error.message)
                 self.load_error = error.message
+                self.on_load_ended(False)
                 if old is None or self._client is old:
                     raise
                 raise ModelLoadFailed(f"{error.message.rstrip('.')}. {await self._roll_back(old)}") from error
@@ -152,6 +174,14 @@ class ModelManager:
                 self._loading = None
                 self._replacing = False
 
+    def _new_client(self, directory: Path, settings: LoadSettings) -> EngineClient:
+        client = EngineClient(directory, settings, self._worker_command)
+        client.on_restart = self._restarted
+        return client
+
+    def _restarted(self, back: bool) -> None:
+        self.on_restart(back)
+
     async def _bring_up(self, client: EngineClient, report: ReportProgress) -> None:
         async for record in client.load():
             report(record)
@@ -159,7 +189,7 @@ class ModelManager:
         self.on_loaded(client)
 
     async def _roll_back(self, old: EngineClient) -> str:
-        again = EngineClient(old.directory, old.settings, self._worker_command)
+        again = self._new_client(old.directory, old.settings)
         try:
             await again.prepare()
             await self._bring_up(again, lambda record: None)

@@ -12,16 +12,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
 from loguru import logger
 
 from backends import messages
 from backends.messages import FromEngine, LoadProgress, ModelInfo, ToEngine
+from common.caching import CacheChange, CacheExplanation, CacheState, PlanBasis
 from common.config_models import LoadSettings
 from common.errors import EngineFailed, ErrorRecord, ModelLoadFailed, ServerError
 from common.generation import Event, GenerationRequest, TextSpan
@@ -46,6 +47,9 @@ class Container(Protocol):
     a defect, or the engine's failure.
     """
 
+    def plan_basis(self) -> PlanBasis | None:
+        """What checkpoints cost and where they fall; None without recurrent layers."""
+
     def load(self) -> Iterator[LoadProgress]:
         """Read the weights."""
 
@@ -66,6 +70,18 @@ class Container(Protocol):
     def pieces(self, tokens: list[int]) -> list[bytes]:
         """What each token adds to a text."""
 
+    def cache_state(self) -> CacheState:
+        """What is cached at this moment."""
+
+    def explain(self, request: GenerationRequest) -> CacheExplanation:
+        """What a request would find in the caches. Raises `ServerError` for one that cannot be served."""
+
+    async def flush(self) -> CacheChange:
+        """Write everything to the disk tier, while requests go on. Raises `ServerError` where there is none."""
+
+    async def clear(self) -> CacheChange:
+        """Drop everything that no running request uses, in all tiers."""
+
     def broken(self) -> bool:
         """Whether the engine failed as a whole, so that only a new process helps."""
 
@@ -75,6 +91,10 @@ class Container(Protocol):
 class CreateContainer(Protocol):
     def __call__(self, directory: Path, settings: LoadSettings) -> Container:
         """Check everything that can be checked without loading. Raises `ServerError`."""
+
+
+# Answered in the turn of the loop in which they come.
+Call: TypeAlias = messages.Encode | messages.Decode | messages.Split | messages.Inspect | messages.Explain
 
 
 class Worker:
@@ -116,7 +136,7 @@ class Worker:
         directory = Path(message.directory)
         try:
             container = self._create(directory, LoadSettings.model_validate_json(message.settings))
-            self._send(messages.Prepared())
+            self._send(messages.Prepared(plan=container.plan_basis()))
             if not isinstance(await self._inbox.get(), messages.Load):
                 return None
             for progress in container.load():
@@ -128,7 +148,7 @@ class Worker:
             # Whatever the engine raises over a model is the user's to know: which file, which memory, which shape.
             logger.opt(exception=error).error("Loading {} failed", directory.name)
             raise ModelLoadFailed(f"{directory.name}: {_summary(error)}") from error
-        self._send(messages.Loaded(info=container.info()))
+        self._send(messages.Loaded(info=container.info(), plan=container.plan_basis()))
         return container
 
     async def _serve(self, container: Container) -> None:
@@ -153,8 +173,12 @@ class Worker:
             case messages.Cancel(id=request_id):
                 if (task := self._tasks.get(request_id)) is not None:
                     task.cancel()
-            case messages.Encode() | messages.Decode() | messages.Split():
-                self._send(self._tokens(container, message))
+            case messages.Encode() | messages.Decode() | messages.Split() | messages.Inspect() | messages.Explain():
+                self._send(self._answer(container, message))
+            case messages.FlushCache(id=call_id):
+                self._run(call_id, self._change_cache(call_id, container.flush))
+            case messages.ClearCache(id=call_id):
+                self._run(call_id, self._change_cache(call_id, container.clear))
             case messages.Shutdown():
                 self._stopped.set()
             case _:
@@ -167,9 +191,12 @@ class Worker:
             self._send(messages.Failed(id=request_id, error=_record(error)))
             return
         self._send(messages.Accepted(id=request_id, prompt_tokens=job.prompt_tokens))
-        task = asyncio.create_task(self._pump(container, request_id, job))
-        self._tasks[request_id] = task
-        task.add_done_callback(lambda done: self._tasks.pop(request_id, None))
+        self._run(request_id, self._pump(container, request_id, job))
+
+    def _run(self, message_id: str, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks[message_id] = task
+        task.add_done_callback(lambda done: self._tasks.pop(message_id, None))
 
     async def _pump(self, container: Container, request_id: str, job: Job) -> None:
         try:
@@ -184,20 +211,32 @@ class Worker:
         finally:
             await job.cancel()
 
-    def _tokens(self, container: Container, call: messages.Encode | messages.Decode | messages.Split) -> FromEngine:
+    async def _change_cache(self, call_id: str, change: Callable[[], Coroutine[Any, Any, CacheChange]]) -> None:
         try:
-            if isinstance(call, messages.Encode):
-                tokens = container.encode(
-                    call.text,
-                    add_bos=call.add_bos,
-                    encode_special_tokens=call.encode_special_tokens,
-                    literals=call.literals,
-                )
-                return messages.Encoded(id=call.id, tokens=tokens)
-            if isinstance(call, messages.Split):
-                return messages.Pieces(id=call.id, pieces=container.pieces(call.tokens))
-            text = container.decode(call.tokens, decode_special_tokens=call.decode_special_tokens)
-            return messages.Decoded(id=call.id, text=text)
+            self._send(messages.CacheChanged(id=call_id, change=await change()))
+        except Exception as error:
+            self._send(messages.Failed(id=call_id, error=_record(error)))
+
+    def _answer(self, container: Container, call: Call) -> FromEngine:
+        try:
+            match call:
+                case messages.Encode():
+                    tokens = container.encode(
+                        call.text,
+                        add_bos=call.add_bos,
+                        encode_special_tokens=call.encode_special_tokens,
+                        literals=call.literals,
+                    )
+                    return messages.Encoded(id=call.id, tokens=tokens)
+                case messages.Decode():
+                    text = container.decode(call.tokens, decode_special_tokens=call.decode_special_tokens)
+                    return messages.Decoded(id=call.id, text=text)
+                case messages.Split():
+                    return messages.Pieces(id=call.id, pieces=container.pieces(call.tokens))
+                case messages.Inspect():
+                    return messages.Inspected(id=call.id, state=container.cache_state())
+                case messages.Explain():
+                    return messages.Explained(id=call.id, explanation=container.explain(call.request))
         except Exception as error:
             return messages.Failed(id=call.id, error=_record(error))
 
@@ -210,7 +249,10 @@ class Worker:
         while True:
             length = messages.body_length(self._read_exactly(messages.HEADER_BYTES))
             message = messages.to_engine_decoder.decode(self._read_exactly(length))
-            loop.call_soon_threadsafe(self._deliver, message)
+            try:
+                loop.call_soon_threadsafe(self._deliver, message)
+            except RuntimeError:  # the loop is closed: the model cannot be loaded, and the process ends by itself
+                return
             if isinstance(message, messages.Shutdown):
                 return
 

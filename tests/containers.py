@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from backends.exllamav3.model import ExllamaV3Container
-from common.config_models import DraftModelConfig
+from common.config_models import DraftModelConfig, MemoryConfig
 from common.generation import Echo, Finish, GenerationRequest, Prefill, SampledLogprob, TextDelta
 from common.sampling import SamplingParameters
 from tests.scripted import load_settings
@@ -22,11 +22,17 @@ SMALL = {"cache_size": 8192, "max_seq_len": 8192}
 
 @asynccontextmanager
 async def loaded(
-    directory: Path, *, draft_model: DraftModelConfig | None = None, **model: object
+    directory: Path,
+    *,
+    draft_model: DraftModelConfig | None = None,
+    memory: MemoryConfig | None = None,
+    **model: object,
 ) -> AsyncIterator[ExllamaV3Container]:
     settings = load_settings(**(SMALL | model))
     if draft_model is not None:
         settings = settings.model_copy(update={"draft_model": draft_model})
+    if memory is not None:
+        settings = settings.model_copy(update={"memory": memory})
     container = ExllamaV3Container.create(directory, settings)
     for _ in container.load():
         pass

@@ -19,11 +19,21 @@ from itertools import islice
 from pathlib import Path
 
 import msgspec
+from loguru import logger
 
 from backends import worker
 from backends.messages import CheckpointInfo, ControlToken, LoadProgress, ModelInfo
+from common.caching import (
+    CacheChange,
+    CacheExplanation,
+    CacheState,
+    Checkpoint,
+    CheckpointsState,
+    PlanBasis,
+    TierState,
+)
 from common.config_models import LoadSettings
-from common.errors import ErrorRecord, ServerError, validate_context_requirements
+from common.errors import ErrorRecord, ServerError, Unsupported, validate_context_requirements
 from common.generation import (
     Echo,
     Event,
@@ -68,9 +78,11 @@ class ModelScript(msgspec.Struct, frozen=True, kw_only=True):
     load_error: ErrorRecord | None = None
     load_crash: bool = False
     load_seconds: float = 0.0
+    unload_steps: list[float] = []  # seconds; after each it says that it gets on
     modules: int = 3
     max_seq_len: int = 4096
     recurrent: bool = True
+    flush_seconds: float = 0.0  # that it takes to write the cache to disk
     control_tokens: list[ControlToken] = []
 
 
@@ -129,6 +141,10 @@ class ScriptedJob:
                 completion_tokens=produced,
                 reasoning_tokens=0 if self._thoughts is None else self._thoughts.tokens,
                 cached_tokens=play.cached_tokens,
+                matched_tokens=play.cached_tokens,
+                explanation=explanation_of(play, self.prompt_tokens, self._request.owner)
+                if self._request.explain_cache
+                else None,
                 accepted_draft_tokens=play.draft_tokens[0],
                 rejected_draft_tokens=play.draft_tokens[1],
             ),
@@ -192,6 +208,21 @@ def _logprob(token_id: int, logprob: float, top: int) -> SampledLogprob:
     return SampledLogprob(token_id, chr(token_id), chr(token_id).encode(), logprob, others)
 
 
+def explanation_of(play: Play, prompt_tokens: int, owner: str) -> CacheExplanation:
+    resumed = play.cached_tokens
+    return CacheExplanation(
+        prompt_tokens=prompt_tokens,
+        matched_tokens=resumed,
+        resumed_tokens=resumed,
+        processed_tokens=prompt_tokens - resumed,
+        replayed_tokens=0,
+        ram_tokens=0,
+        disk_tokens=0,
+        difference=None,
+        reason=f"The script says so to {owner or 'everybody'}.",
+    )
+
+
 class ScriptedContainer:
     def __init__(self, path: Path, directory: Path, settings: LoadSettings) -> None:
         script = msgspec.json.decode(path.read_bytes(), type=Script)
@@ -203,6 +234,21 @@ class ScriptedContainer:
         self._asked: Counter[str] = Counter()  # requests by the `when` of their play
         if self._model.prepare_error is not None:
             raise ServerError.from_record(self._model.prepare_error)
+
+    def plan_basis(self) -> PlanBasis | None:
+        info = self.info()
+        checkpoints = info.checkpoints
+        if checkpoints is None:
+            return None
+        return PlanBasis(
+            chunk_size=info.chunk_size,
+            max_seq_len=info.max_seq_len,
+            cache_size=info.cache_size,
+            interval=checkpoints.interval,
+            interval_pp=checkpoints.interval_pp,
+            checkpoint_bytes=checkpoints.bytes,
+            budget_bytes=checkpoints.bytes * checkpoints.capacity,
+        )
 
     def load(self) -> Iterator[LoadProgress]:
         for module in range(1, self._model.modules + 1):
@@ -267,11 +313,63 @@ class ScriptedContainer:
     def pieces(self, tokens: list[int]) -> list[bytes]:
         return [_raw(chr(token)) for token in tokens]
 
+    def cache_state(self) -> CacheState:
+        """Two checkpoints and two pages, one more of them in host RAM."""
+        page = TierState(
+            tier="vram",
+            capacity_tokens=self.info().cache_size,
+            capacity_bytes=self.info().cache_size * 10,
+            used_tokens=512,
+            used_bytes=5120,
+            active_tokens=256,
+            hit_tokens=1024,
+            evicted_tokens=256,
+        )
+        return CacheState(
+            tiers=[page, msgspec.structs.replace(page, tier="ram", used_tokens=256, used_bytes=2560, active_tokens=0)],
+            checkpoints=self._checkpoints() if self._model.recurrent else None,
+            active_requests=1,
+            queued_requests=0,
+        )
+
+    def _checkpoints(self) -> CheckpointsState:
+        anchor = Checkpoint(position=256, bytes=1000, age_seconds=60.0, tier="ram", usable=True, boundary=True)
+        return CheckpointsState(
+            capacity_bytes=4000,
+            used_bytes=2000,
+            checkpoint_bytes=1000,
+            capacity=4,
+            hits=3,
+            replayed_tokens=512,
+            evictions=2,
+            evictions_usable=1,
+            pruned=1,
+            entries=[msgspec.structs.replace(anchor, position=512, usable=False, boundary=False), anchor],
+        )
+
+    def explain(self, request: GenerationRequest) -> CacheExplanation:
+        """As the play says, with the owner as the reason."""
+        prompt = request.prompt if isinstance(request.prompt, str) else "".join(map(chr, request.prompt))
+        limit = self._settings.model.max_seq_len or self._model.max_seq_len
+        validate_context_requirements(len(prompt), limit, request.max_tokens, limit)
+        return explanation_of(self._script.play_for(prompt), len(prompt), request.owner)
+
+    async def flush(self) -> CacheChange:
+        if self._settings.memory.disk_cache_dir is None:
+            raise Unsupported("There is no disk tier. Set memory.disk_cache_dir.")
+        await asyncio.sleep(self._model.flush_seconds)
+        return CacheChange(pages=2, checkpoints=1)
+
+    async def clear(self) -> CacheChange:
+        return CacheChange(pages=3, checkpoints=2)
+
     def broken(self) -> bool:
         return False
 
     async def unload(self) -> None:
-        pass
+        for seconds in self._model.unload_steps:
+            await asyncio.sleep(seconds)
+            logger.info("the script says: still unloading")
 
 
 if __name__ == "__main__":

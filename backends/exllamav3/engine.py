@@ -64,6 +64,8 @@ from exllamav3 import (  # noqa: E402
     Model,
     Tokenizer,
 )
+from exllamav3.ext import exllamav3_ext as kernels  # noqa: E402
+from exllamav3.generator.pagetable import Sequence, is_content_hash  # noqa: E402
 from exllamav3.generator.sampler import (  # noqa: E402
     SS_DRY,
     SS_XTC,
@@ -94,10 +96,12 @@ from exllamav3.generator.sampler import (  # noqa: E402
     TopPSampler,
     dry_sequence_breaker_tokens,
 )
+from exllamav3.util.memory import check_host_memory  # noqa: E402
 
 __all__ = [
     "DEVICE",
     "ENGINE_VERSION",
+    "FLOAT32",
     "SS_DRY",
     "SS_XTC",
     "AdaptivePSampler",
@@ -134,17 +138,23 @@ __all__ = [
     "SS_TopK",
     "SS_TopP",
     "Sampler",
+    "Sequence",
     "Tensor",
     "Tokenizer",
     "TopKSampler",
     "TopPSampler",
     "check_engine_version",
+    "check_host_memory",
     "dry_sequence_breaker_tokens",
     "gpu_count",
+    "is_content_hash",
+    "kernels",
     "release_memory",
     "smallest_compute_capability",
     "token_tensor",
 ]
+
+FLOAT32 = torch.float
 
 
 def token_tensor(tokens: list[int]) -> Tensor:

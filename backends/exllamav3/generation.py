@@ -12,16 +12,22 @@ import codecs
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any
 
-from backends.exllamav3.engine import AsyncGenerator, AsyncJob, Model, Tensor, Tokenizer, token_tensor
+from backends.exllamav3.checkpoints import boundary_pages
+from backends.exllamav3.engine import AsyncGenerator, Job, Model, Tensor, Tokenizer, token_tensor
+from backends.exllamav3.explanation import explain
 from backends.exllamav3.grammar import GrammarFilter
+from backends.exllamav3.jobs import AsyncCheckpointJob, CheckpointLedger, Placement
 from backends.exllamav3.logprobs import prompt_logprobs
+from backends.exllamav3.prompt_history import PromptHistory
 from backends.exllamav3.prompt_tokens import PromptEncoder
 from backends.exllamav3.sampler import JobSampler, build_sampler
 from backends.exllamav3.thoughts import ThoughtBudget
 from backends.exllamav3.token_bytes import REPLACEMENT, TokenBytes, token_bytes
+from common.caching import CacheExplanation
 from common.config_models import PAGE_TOKENS
 from common.errors import InvalidRequest, Unsupported, check_token_ids, validate_context_requirements
 from common.generation import (
@@ -62,46 +68,47 @@ def start_job(
     eos_token_ids: list[int],
     add_bos: bool,
     limits: Limits,
+    ledger: CheckpointLedger,
+    history: PromptHistory,
 ) -> EngineJob | PromptJob:
     """Tokenise, check and queue a request.
 
     Args:
         add_bos: whether a text gets a BOS token when the request does not say.
+        ledger: of the generator's checkpoints.
+        history: of the prompts that it has served; this one is added when its job ends.
 
     Raises:
         ContextLengthExceeded: the prompt does not fit.
         InvalidRequest: the prompt is empty or holds ids outside the vocabulary, or no token may be sampled.
         Unsupported: the prompt is too long for its log-probabilities.
     """
-    ids = _prompt_ids(request, tokenizer, encoder, add_bos)
-    prompt_tokens = ids.shape[-1]
-    max_new_tokens = validate_context_requirements(
-        prompt_tokens,
-        limits.max_seq_len,
-        request.max_tokens,
-        limits.cache_capacity,
-        limits.max_rq_tokens,
-        limits.allocation_boundary,
-    )
+    prompt = _read_prompt(request, generator, tokenizer, encoder, add_bos, limits)
+    prompt_tokens = prompt.ids.shape[-1]
     tokens = token_bytes(tokenizer)
-    echo = _prompt_echo(request, ids, generator, tokenizer) if request.echo else None
+    echo = _prompt_echo(request, prompt.ids, generator, tokenizer) if request.echo else None
     if request.prompt_only:
         return PromptJob(prompt_tokens, echo)
 
     window = request.sampling.loop_detect_window
     budget = _thought_budget(request.thoughts, tokenizer, encoder, tokens)
-    # The engine keeps the token that it heals out of its filters, so what that adds to the prompt could be anything.
-    filtered = bool(request.constraints) or budget is not None
-    healed = _healed_token(ids, tokenizer) if request.token_healing and not filtered else None
     sampler = build_sampler(request.sampling, tokenizer, eos_token_ids, top_logprobs=request.logprobs, budget=budget)
     grammar = None
     if request.constraints:
         grammar = GrammarFilter(tokenizer, request.constraints, eos_token_ids, sampler.banned)
+
+    explained = partial(_explain_prompt, request, prompt, generator, tokenizer, ledger, history)
+    placement = Placement(
+        ledger,
+        boundary_pages(prompt.boundaries, prompt_tokens - (prompt.healed is not None)),
+        explained if request.explain_cache else None,
+    )
     try:
-        job = AsyncJob(
+        job = AsyncCheckpointJob(
             generator,
-            input_ids=ids,
-            max_new_tokens=max_new_tokens,
+            placement,
+            input_ids=prompt.ids,
+            max_new_tokens=prompt.max_new_tokens,
             min_new_tokens=request.min_tokens,
             sampler=sampler,
             filters=[filter for filter in (grammar, budget) if filter is not None],
@@ -109,15 +116,103 @@ def start_job(
             stop_conditions=[*request.stop_strings, *_known_tokens(request.stop_tokens, tokenizer), *eos_token_ids],
             decode_special_tokens=True,  # the parsers of reasoning and tool calls look for them
             banned_strings=request.banned_strings or None,
-            token_healing=healed is not None,
+            token_healing=prompt.healed is not None,
             max_rq_tokens=limits.max_rq_tokens,
             # Each token of the window costs memory, and one that the answer cannot fill finds nothing.
-            stop_on_loop=(window, LOOP_REPETITIONS) if LOOP_REPETITIONS < window <= max_new_tokens else None,
+            stop_on_loop=(window, LOOP_REPETITIONS) if LOOP_REPETITIONS < window <= prompt.max_new_tokens else None,
         )
     except AssertionError as error:  # the engine's check of a job, such as of the length of banned strings
         raise InvalidRequest(f"The engine cannot serve this request: {error}") from error
-    prefix = b"" if healed is None else tokens[healed]
-    return EngineJob(request, job, prompt_tokens, sampler, grammar, budget, tokens, echo, prefix)
+    prefix = b"" if prompt.healed is None else tokens[prompt.healed]
+    return EngineJob(request, job, prompt_tokens, sampler, grammar, budget, tokens, echo, prefix, history)
+
+
+def explain_request(
+    request: GenerationRequest,
+    *,
+    generator: AsyncGenerator,
+    tokenizer: Tokenizer,
+    encoder: PromptEncoder,
+    add_bos: bool,
+    limits: Limits,
+    ledger: CheckpointLedger,
+    history: PromptHistory,
+) -> CacheExplanation:
+    """What the job of a request would find in the caches. The arguments and errors are those of `start_job`."""
+    prompt = _read_prompt(request, generator, tokenizer, encoder, add_bos, limits)
+    job = Job(
+        input_ids=prompt.ids,
+        max_new_tokens=prompt.max_new_tokens,
+        token_healing=prompt.healed is not None,
+        max_rq_tokens=limits.max_rq_tokens,
+    )
+    try:
+        job.prepare_for_queue(generator.generator, serial_number=0)
+    except AssertionError as error:
+        raise InvalidRequest(f"The engine cannot serve this request: {error}") from error
+    new_pages: int = job.sequences[0].new_unique_pages
+    return _explain_prompt(request, prompt, generator, tokenizer, ledger, history, new_pages)
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A request's prompt, which fits.
+
+    Attributes:
+        ids: (1, tokens).
+        boundaries: in tokens; none without recurrent layers.
+        healed: the last token, where it is sampled again.
+    """
+
+    ids: Tensor
+    boundaries: list[int]
+    max_new_tokens: int
+    healed: int | None
+
+
+def _read_prompt(
+    request: GenerationRequest,
+    generator: AsyncGenerator,
+    tokenizer: Tokenizer,
+    encoder: PromptEncoder,
+    add_bos: bool,
+    limits: Limits,
+) -> _Prompt:
+    recurrent = generator.generator.recurrent_cache is not None
+    ids, boundaries = _prompt_ids(request, tokenizer, encoder, add_bos, placed=recurrent)
+    max_new_tokens = validate_context_requirements(
+        ids.shape[-1],
+        limits.max_seq_len,
+        request.max_tokens,
+        limits.cache_capacity,
+        limits.max_rq_tokens,
+        limits.allocation_boundary,
+    )
+    # The engine keeps the token that it heals out of its filters, so what that adds to the prompt could be anything.
+    filtered = bool(request.constraints) or (request.thoughts is not None and request.thoughts.budget is not None)
+    healed = _healed_token(ids, tokenizer) if request.token_healing and not filtered else None
+    return _Prompt(ids, boundaries, max_new_tokens, healed)
+
+
+def _explain_prompt(
+    request: GenerationRequest,
+    prompt: _Prompt,
+    generator: AsyncGenerator,
+    tokenizer: Tokenizer,
+    ledger: CheckpointLedger,
+    history: PromptHistory,
+    new_pages: int,
+) -> CacheExplanation:
+    return explain(
+        generator.generator,
+        prompt.ids,
+        history=history,
+        ledger=ledger,
+        owner=request.owner,
+        decode=partial(_text, tokens=token_bytes(tokenizer)),
+        healed=prompt.healed is not None,
+        new_pages=new_pages,
+    )
 
 
 class PromptJob:
@@ -144,7 +239,7 @@ class EngineJob:
     def __init__(
         self,
         request: GenerationRequest,
-        job: AsyncJob,
+        job: AsyncCheckpointJob,
         prompt_tokens: int,
         sampler: JobSampler,
         grammar: GrammarFilter | None,
@@ -152,6 +247,7 @@ class EngineJob:
         tokens: TokenBytes,
         echo: PromptEcho | None,
         healed: bytes,
+        history: PromptHistory,
     ) -> None:
         """`healed`: the bytes of the last prompt token where it is sampled again, and so comes with the answer."""
         self.prompt_tokens = prompt_tokens
@@ -164,6 +260,7 @@ class EngineJob:
         self._tokens = tokens
         self._echo = echo
         self._healed = healed
+        self._history = history
         self._position = prompt_tokens - (1 if healed else 0)  # of the next token, in prompt and answer together
         self._prefilled = 0
         self._rewinds = 0  # since the last token
@@ -189,7 +286,13 @@ class EngineJob:
                 yield self._prefill(result)
 
     async def cancel(self) -> None:
-        await self._job.cancel()
+        """End the job where it runs. The prompt, asked for again, goes on from the last prefill chunk that is done."""
+        try:
+            self._job.keep_progress()
+        finally:
+            await self._job.cancel()
+        if ids := self._job.job.processed_ids():
+            self._history.remember(self._request.owner, ids)
 
     def _prefill(self, result: dict[str, Any]) -> Prefill:
         """Progress; the first comes as soon as the job has left the queue.
@@ -241,8 +344,33 @@ class EngineJob:
             self._healed = b""
         if eos_reason is None:
             return delta, None
-        reasoning_tokens = 0 if self._thoughts is None else self._thoughts.tokens
-        return delta, _finish(result, eos_reason, stop_sequence, reasoning_tokens)
+        return delta, self._finish(result, eos_reason, stop_sequence)
+
+    def _finish(self, result: dict[str, Any], eos_reason: str, stop_sequence: str | None) -> Finish:
+        found = self._job.job.found
+        assert found is not None, "an answer of a job that has not left the queue"
+        cached_tokens = result["cached_tokens"]
+        return Finish(
+            reason="length" if eos_reason == "max_new_tokens" else "stop",
+            eos_reason=eos_reason,
+            stop_sequence=stop_sequence,
+            usage=Usage(
+                prompt_tokens=result["prompt_tokens"],
+                completion_tokens=result["new_tokens"],
+                reasoning_tokens=0 if self._thoughts is None else self._thoughts.tokens,
+                cached_tokens=cached_tokens,
+                # Without recurrent layers the engine finds more while it processes the prompt.
+                matched_tokens=max(found.matched, cached_tokens),
+                ram_tokens=found.ram,
+                disk_tokens=found.disk,
+                explanation=self._job.job.explanation,
+                accepted_draft_tokens=result.get("accepted_draft_tokens", 0),
+                rejected_draft_tokens=result.get("rejected_draft_tokens", 0),
+                queue_seconds=result["time_enqueued"],
+                prompt_seconds=result["time_prefill"],
+                completion_seconds=result["time_generate"],
+            ),
+        )
 
     def _raws(self, token_ids: list[int]) -> list[bytes]:
         raws = [self._tokens[token_id] for token_id in token_ids]
@@ -312,14 +440,19 @@ def _prompt_echo(
     tokens = token_bytes(tokenizer)
     text = request.prompt
     if not isinstance(text, str):
-        text = b"".join(tokens[token_id] for token_id in token_ids).decode(errors="replace")
+        text = _text(token_ids, tokens)
     return PromptEcho(text, token_ids, engine.model, tokenizer.actual_vocab_size, tokens, request.logprobs)
 
 
-def _prompt_ids(request: GenerationRequest, tokenizer: Tokenizer, encoder: PromptEncoder, add_bos: bool) -> Tensor:
+def _prompt_ids(
+    request: GenerationRequest, tokenizer: Tokenizer, encoder: PromptEncoder, add_bos: bool, *, placed: bool
+) -> tuple[Tensor, list[int]]:
+    """The prompt and, where `placed`, its boundaries in tokens."""
+    boundaries: list[int] = request.cache_boundaries if placed else []
     if isinstance(request.prompt, str):
-        ids = encoder.encode(
+        ids, boundaries = encoder.encode_placed(
             request.prompt,
+            boundaries,
             add_bos=add_bos if request.add_bos is None else request.add_bos,
             encode_special_tokens=request.encode_special_tokens,
             literals=request.literals,
@@ -327,9 +460,10 @@ def _prompt_ids(request: GenerationRequest, tokenizer: Tokenizer, encoder: Promp
     else:
         check_token_ids(request.prompt, tokenizer.actual_vocab_size, "prompt")
         ids = request.prompt
+        boundaries = [boundary for boundary in boundaries if 0 <= boundary <= len(ids)]
     if not ids:
         raise InvalidRequest("prompt is empty: the model needs at least one token to start from.", param="prompt")
-    return token_tensor(ids)
+    return token_tensor(ids), boundaries
 
 
 def _thought_budget(
@@ -368,6 +502,10 @@ def _id_list(ids: Tensor | None) -> list[int]:
     return flat
 
 
+def _text(token_ids: list[int], tokens: TokenBytes) -> str:
+    return b"".join(tokens[token_id] for token_id in token_ids).decode(errors="replace")
+
+
 def _cut_at_stop(text: str, stop_strings: list[str]) -> tuple[str, str | None]:
     """The text before the first stop string, and that string; the whole text and None without one."""
     found = [(position, stop) for stop in stop_strings if (position := text.find(stop)) >= 0]
@@ -400,22 +538,3 @@ def cut_to_length(raws: list[bytes], length: int) -> list[bytes]:
         kept.append(raw[:end])
         end -= len(raw)
     return kept
-
-
-def _finish(result: dict[str, Any], eos_reason: str, stop_sequence: str | None, reasoning_tokens: int) -> Finish:
-    return Finish(
-        reason="length" if eos_reason == "max_new_tokens" else "stop",
-        eos_reason=eos_reason,
-        stop_sequence=stop_sequence,
-        usage=Usage(
-            prompt_tokens=result["prompt_tokens"],
-            completion_tokens=result["new_tokens"],
-            reasoning_tokens=reasoning_tokens,
-            cached_tokens=result["cached_tokens"],
-            accepted_draft_tokens=result.get("accepted_draft_tokens", 0),
-            rejected_draft_tokens=result.get("rejected_draft_tokens", 0),
-            queue_seconds=result["time_enqueued"],
-            prompt_seconds=result["time_prefill"],
-            completion_seconds=result["time_generate"],
-        ),
-    )

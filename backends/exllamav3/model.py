@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from loguru import logger
 
+from backends.exllamav3.cache_state import clear, flush, observe
+from backends.exllamav3.checkpoint_target import choose, in_seconds
 from backends.exllamav3.checkpoints import (
     DEFAULT_INTERVAL,
+    DEFAULT_INTERVAL_PP,
     CheckpointIntervals,
     advise,
+    checkpoint_bytes,
     checkpoint_info,
     describe,
+    describe_price,
 )
 from backends.exllamav3.engine import (
     DEVICE,
     ENGINE_VERSION,
+    FLOAT32,
     AsyncGenerator,
     Cache,
     CacheLayer_fp16,
@@ -32,10 +38,23 @@ from backends.exllamav3.engine import (
     smallest_compute_capability,
     token_tensor,
 )
-from backends.exllamav3.generation import EngineJob, Limits, PromptJob, start_job
+from backends.exllamav3.generation import EngineJob, Limits, PromptJob, explain_request, start_job
+from backends.exllamav3.jobs import CheckpointLedger
+from backends.exllamav3.options import (
+    check_pair,
+    check_shared_chunk,
+    draft_options,
+    has_scan_states,
+    known_options,
+    prefill_options,
+)
+from backends.exllamav3.prefill_speed import measure_prefill_speed
+from backends.exllamav3.prompt_history import PromptHistory
 from backends.exllamav3.prompt_tokens import PromptEncoder
+from backends.exllamav3.tiers import plan_tiers, write_to_disk
 from backends.exllamav3.token_bytes import token_bytes
 from backends.messages import LoadProgress, ModelComponent, ModelInfo
+from common.caching import CacheChange, CacheExplanation, CacheState, PlanBasis
 from common.config_models import PAGE_TOKENS, LoadSettings
 from common.errors import InvalidRequest, Unsupported, check_token_ids
 from common.generation import GenerationRequest, TextSpan
@@ -74,6 +93,10 @@ class Draft:
     ngram_match_min: int = 0
     window: int = 0  # tokens that a verification pass may run ahead
 
+    @property
+    def recurrent(self) -> bool:
+        return self.model is not None and bool(self.model.caps.get("recurrent_states"))
+
 
 class ExllamaV3Container:
     """One model from checked settings to generated tokens; the `Container` of `backends.worker`.
@@ -101,6 +124,8 @@ class ExllamaV3Container:
         self.settings = settings
         self.warnings: list[str] = []
         self.generator: AsyncGenerator | None = None
+        self.ledger = CheckpointLedger()
+        self.history = PromptHistory()
 
         self.config = _read_config(directory)
         _check_weight_files(directory)
@@ -114,28 +139,30 @@ class ExllamaV3Container:
         self.dimensions = self._dimensions()
         self.draft = self._draft()
 
-        self.intervals = CheckpointIntervals(
-            interval=model_settings.recurrent_checkpoint_interval,
-            interval_pp=model_settings.recurrent_checkpoint_interval_pp,
-        )
-        self.warnings += advise(
-            self.intervals,
-            recurrent=self.recurrent,
-            chunk_size=self.dimensions.chunk_size,
-            cache_size=self.dimensions.cache_size,
-            default_interval=self.model.caps.get("default_recurrent_checkpoint_interval", DEFAULT_INTERVAL),
-        )
-        window = self.draft.window if self.draft else 0
+        window = max(self.draft.window if self.draft else 0, settings.draft_model.hybrid_draft_tokens)
         self.cache = self._new_cache(self.model, model_settings.cache_mode, window)
         self.draft_cache = (
             self._new_cache(self.draft.model, settings.draft_model.draft_cache_mode, window)
             if self.draft and self.draft.model
             else None
         )
-        self.cpu_cache_bytes = settings.memory.sysmem_kv_cache * MIB
-        if self.cpu_cache_bytes and DEVICE == "cpu":
-            self.warnings.append("memory.sysmem_kv_cache: the CPU kernels have no second page tier; it is left out.")
-            self.cpu_cache_bytes = 0
+        self.intervals = self._intervals_set()
+        self.basis = self._plan_basis()
+        target = self._target()
+        if target is not None and not in_seconds(target):
+            self.warnings += self._keep_to(target)
+        self.warnings += advise(
+            self._intervals_set(),
+            basis=self.basis,
+            default_interval=self._default_interval(),
+            target=model_settings.recurrent_checkpoint_target,
+            boundaries=model_settings.recurrent_checkpoint_boundaries,
+        )
+        if model_settings.recurrent_dtype == "fp32" and not has_scan_states(self.cache):
+            self.warnings.append("model.recurrent_dtype has no effect: there are no Gated DeltaNet or KDA layers.")
+        self.draft_options = self._draft_options()
+        self.tiers, advice = plan_tiers(settings.memory, [cache for cache in (self.cache, self.draft_cache) if cache])
+        self.warnings += advice
         for warning in self.warnings:
             logger.warning("{}", warning)
 
@@ -168,6 +195,10 @@ class ExllamaV3Container:
         split = self.settings.model.gpu_split
         return [index for index in range(gpu_count()) if not split or (index < len(split) and split[index] > 0)]
 
+    @property
+    def _tensor_parallel(self) -> bool:
+        return self.settings.model.tensor_parallel and gpu_count() > 1
+
     def _dimensions(self) -> Dimensions:
         model = self.settings.model
         trained = self.config.config_dict.get("max_position_embeddings") or (
@@ -190,12 +221,60 @@ class ExllamaV3Container:
         chunk_size = _round_up(model.chunk_size)
         if chunk_size != model.chunk_size:
             self.warnings.append(f"chunk_size {model.chunk_size} is rounded up to {chunk_size}, a multiple of 256.")
+        check_shared_chunk(model, chunk_size)
         return Dimensions(
             max_seq_len=max_seq_len,
             cache_size=cache_size,
             chunk_size=chunk_size,
             max_batch_size=model.max_batch_size or default_batch,
         )
+
+    def _intervals_set(self) -> CheckpointIntervals:
+        model = self.settings.model
+        return CheckpointIntervals(model.recurrent_checkpoint_interval, model.recurrent_checkpoint_interval_pp)
+
+    def _default_interval(self) -> int:
+        """As the generator has it: the drafter's counts where it alone has recurrent layers."""
+        model = self.model
+        if not self.recurrent and self.draft is not None and self.draft.recurrent:
+            model = self.draft.model
+        return int(model.caps.get("default_recurrent_checkpoint_interval", DEFAULT_INTERVAL))
+
+    def _plan_basis(self) -> PlanBasis | None:
+        """For the intervals that are set or the engine's defaults; None without recurrent layers."""
+        caches = [self.cache] if self.recurrent else []
+        if self.draft is not None and self.draft.recurrent:
+            caches.append(self.draft_cache)
+        if not caches:
+            return None
+        intervals = self._intervals_set()
+        return PlanBasis(
+            chunk_size=self.dimensions.chunk_size,
+            max_seq_len=self.dimensions.max_seq_len,
+            cache_size=self.dimensions.cache_size,
+            interval=intervals.interval or self._default_interval(),
+            interval_pp=intervals.interval_pp or DEFAULT_INTERVAL_PP,
+            checkpoint_bytes=checkpoint_bytes(caches),
+            budget_bytes=self.settings.memory.sysmem_recurrent_cache * MIB,
+        )
+
+    def _target(self) -> int | str | None:
+        """The target that intervals are derived from; None where there is none, or nothing to derive."""
+        if self.basis is None or len(self._intervals_set().engine_arguments()) == 2:
+            return None
+        return self.settings.model.recurrent_checkpoint_target
+
+    def _keep_to(self, target: int | str, tokens_per_second: float | None = None) -> list[str]:
+        """Take the intervals and the chunk size that a target asks for; returns advice where it cannot be met."""
+        assert self.basis is not None
+        choice = choose(target, self.basis, self._intervals_set(), tokens_per_second=tokens_per_second)
+        self.basis = choice.basis
+        self.intervals = choice.intervals
+        self.dimensions = replace(self.dimensions, chunk_size=choice.basis.chunk_size)
+        if not choice.met:
+            return [choice.reason]
+        logger.info("{}", choice.reason)
+        return []
 
     def _draft(self) -> Draft | None:
         settings = self.settings.draft_model
@@ -222,7 +301,19 @@ class ExllamaV3Container:
     def _model_draft(self, mode: str, name: str, model: Model) -> Draft:
         tokens = self.settings.draft_model.draft_num_tokens
         window = tokens or model.caps.get("default_draft_size", DEFAULT_DRAFT_TOKENS)
+        param = "draft_model.draft_model_name" if mode == "model" else "draft_model.draft_mode"
+        check_pair(model, self.model, param, tensor_parallel=self._tensor_parallel)
         return Draft(mode, name, model, tokens, window=window)
+
+    def _draft_options(self) -> dict[str, Any]:
+        drafter = self.draft.model if self.draft else None
+        options, advice = draft_options(
+            self.settings.draft_model, drafter, self.directory, tensor_parallel=self._tensor_parallel
+        )
+        self.warnings += advice
+        options, advice = known_options(options)
+        self.warnings += advice
+        return options
 
     def _new_cache(self, model: Model, mode: str, history: int) -> Cache:
         sizes: dict[str, Any] = {
@@ -230,6 +321,8 @@ class ExllamaV3Container:
             "max_batch_size": self.dimensions.max_batch_size,
             "max_history": history,
         }
+        if self.settings.model.recurrent_dtype == "fp32":
+            sizes["recurrent_dtype"] = FLOAT32
         bits = _cache_bits(mode)
         if bits is not None and DEVICE == "cpu":
             self.warnings.append(f"cache_mode {mode}: the CPU kernels keep the cache unquantised.")
@@ -242,6 +335,7 @@ class ExllamaV3Container:
 
     def load(self) -> Iterator[LoadProgress]:
         """Read the weights, the drafter's first. Yields after every module."""
+        self.tiers.check_memory()
         split = self.settings.draft_model.draft_gpu_split
         if self.draft is not None and self.draft.model is not None:
             yield from _progress("draft", self.draft.model.load_gen(**_placement(split, None)))
@@ -259,14 +353,22 @@ class ExllamaV3Container:
         reserve = None
         if settings.gpu_split_auto and settings.autosplit_reserve:
             reserve = [megabytes / 1024 for megabytes in settings.autosplit_reserve]
-        if settings.tensor_parallel and gpu_count() > 1:
+        if self._tensor_parallel:
             arguments |= {"tensor_p": True, "tp_backend": settings.tensor_parallel_backend}
         return arguments | _placement(settings.gpu_split, reserve)
 
     async def create_generator(self) -> None:
-        """Create the generator over the loaded model, and log the checkpoint intervals in force."""
-        memory = self.settings.memory
+        """Create the generator over the loaded model, and log the checkpoint intervals in force.
+
+        For a target in seconds the speed is measured first, with a generator of its own.
+        """
+        target = self._target()
+        if target is not None and in_seconds(target):
+            for warning in (advice := self._keep_to(target, await self._prefill_speed())):
+                logger.warning("{}", warning)
+            self.warnings += advice
         draft = self.draft
+        self.tiers.open_directory()
         self.generator = AsyncGenerator(
             model=self.model,
             cache=self.cache,
@@ -278,12 +380,45 @@ class ExllamaV3Container:
             ngram_match_min=draft.ngram_match_min if draft else 0,
             max_batch_size=self.dimensions.max_batch_size,
             max_chunk_size=self.dimensions.chunk_size,
-            recurrent_cache_size=memory.sysmem_recurrent_cache * MIB,
-            cpu_cache_size=self.cpu_cache_bytes,
+            recurrent_cache_size=self.settings.memory.sysmem_recurrent_cache * MIB,
+            **self.tiers.engine_arguments(),
+            **prefill_options(self.settings.model, self.dimensions.chunk_size),
+            **self.draft_options,
             **self.intervals.engine_arguments(),
         )
-        if self.recurrent:
+        if self.basis is not None:
             logger.info(describe(self.generator.generator))
+            logger.info(describe_price(self.basis))
+
+    async def _prefill_speed(self) -> float:
+        """Prompt tokens per second of a chunk."""
+        draft = self.draft
+        # Without tiers: what it reads is to be kept nowhere.
+        generator = AsyncGenerator(
+            model=self.model,
+            cache=self.cache,
+            tokenizer=self.tokenizer,
+            draft_model=draft.model if draft else None,
+            draft_cache=self.draft_cache,
+            num_draft_tokens=draft.num_tokens if draft else None,
+            max_batch_size=self.dimensions.max_batch_size,
+            max_chunk_size=self.dimensions.chunk_size,
+            recurrent_cache_size=0,
+        )
+        # Beside them the cache has to hold two tokens of an answer and what a draft runs ahead.
+        room = self.dimensions.max_seq_len - (draft.window if draft else 0) - 3
+        try:
+            return await measure_prefill_speed(
+                generator,
+                tokens=max(1, min(self.dimensions.chunk_size, room)),
+                vocabulary=self.tokenizer.actual_vocab_size,
+            )
+        finally:
+            # The next generator takes the cache over.
+            await generator.close()
+
+    def plan_basis(self) -> PlanBasis | None:
+        return self.basis
 
     def info(self) -> ModelInfo:
         assert self.generator is not None
@@ -308,8 +443,11 @@ class ExllamaV3Container:
         )
 
     async def unload(self) -> None:
-        """Release the generator, the weights and the caches."""
+        """Release the generator, the weights and the caches; first what they hold is written to disk, where it may."""
         if self.generator is not None:
+            on_disk = self.tiers.directory is not None and self.settings.memory.disk_cache_flush_on_idle
+            if on_disk and not self.broken():
+                await write_to_disk(self.generator.generator)
             await self.generator.close()
             self.generator = None
         self.model.unload()
@@ -319,6 +457,20 @@ class ExllamaV3Container:
 
     def broken(self) -> bool:
         return self.generator is not None and self.generator.error is not None
+
+    # --- what is cached ---------------------------------------------------------------------------------------------
+
+    def cache_state(self) -> CacheState:
+        assert self.generator is not None
+        return observe(self.generator.generator, self.ledger)
+
+    async def flush(self) -> CacheChange:
+        assert self.generator is not None
+        return await flush(self.generator.generator)
+
+    async def clear(self) -> CacheChange:
+        assert self.generator is not None
+        return await clear(self.generator.generator, self.ledger, self.history)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -332,6 +484,21 @@ class ExllamaV3Container:
             eos_token_ids=self.eos_token_ids,
             add_bos=self.add_bos,
             limits=self._limits(),
+            ledger=self.ledger,
+            history=self.history,
+        )
+
+    def explain(self, request: GenerationRequest) -> CacheExplanation:
+        assert self.generator is not None
+        return explain_request(
+            request,
+            generator=self.generator,
+            tokenizer=self.tokenizer,
+            encoder=self.encoder,
+            add_bos=self.add_bos,
+            limits=self._limits(),
+            ledger=self.ledger,
+            history=self.history,
         )
 
     def _limits(self) -> Limits:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 from loguru import logger
@@ -61,35 +63,79 @@ class PromptEncoder:
             encode_special_tokens: false makes a literal of the whole text.
             literals: spans of the text. A control token's string that overlaps one is ordinary text.
         """
+        ids, _ = self.encode_placed(
+            text, (), add_bos=add_bos, encode_special_tokens=encode_special_tokens, literals=literals
+        )
+        return ids
+
+    def encode_placed(
+        self,
+        text: str,
+        places: Sequence[int],
+        *,
+        add_bos: bool,
+        encode_special_tokens: bool = True,
+        literals: Sequence[TextSpan] = (),
+    ) -> tuple[list[int], list[int]]:
+        """The ids that `encode` gives, and how many of them end at or before each of some characters.
+
+        So many tokens say the beginning of the text up to the character, or one token less (or some, beside a literal
+        that spells a control token, where the tokenizer cannot be renamed).
+
+        Args:
+            places: characters, in any order. Those outside the text are left out.
+
+        Returns:
+            The ids; token counts in ascending order.
+        """
         if not encode_special_tokens:
             literals = [(0, len(text))]
-        if not literals:
-            ids: list[int] = self._tokenizer.encode(text, encode_special_tokens=True).flatten().tolist()
+        places = sorted(place for place in places if 0 <= place <= len(text))
+        if literals or places:
+            ids, counts = self._encode_with_literals(text, _masked(text, literals), places)
         else:
-            ids = self._encode_with_literals(text, _masked(text, literals))
+            ids, counts = self._tokenizer.encode(text, encode_special_tokens=True).flatten().tolist(), []
         bos: int | None = self._tokenizer.bos_token_id
-        return [bos, *ids] if add_bos and bos is not None else ids
+        if add_bos and bos is not None:
+            return [bos, *ids], [1 + count for count in counts]
+        return ids, counts
 
-    def _encode_with_literals(self, text: str, masked: str) -> list[int]:
+    def _encode_with_literals(self, text: str, masked: str, places: Sequence[int] = ()) -> tuple[list[int], list[int]]:
+        """`places` are in ascending order."""
         ids: list[int] = []
+        counts: list[int] = []
+        outer = list(self._outer_pattern.finditer(masked)) if self._outer_pattern else []
         position = 0
-        for match in self._outer_pattern.finditer(masked) if self._outer_pattern else ():
-            ids += self._encode_part(text[position : match.start()], masked[position : match.start()])
-            ids.append(self._outer[match[0]])
-            position = match.end()
-        return ids + self._encode_part(text[position:], masked[position:])
+        for match in [*outer, None]:
+            start, end = (len(text), len(text)) if match is None else match.span()
+            inside = [place - position for place in places[len(counts) :] if place < end or match is None]
+            part, part_counts = self._encode_part(text[position:start], masked[position:start], inside)
+            counts += [len(ids) + count for count in part_counts]
+            ids += part
+            if match is not None:
+                ids.append(self._outer[match[0]])
+            position = end
+        return ids, counts
 
-    def _encode_part(self, text: str, masked: str) -> list[int]:
+    def _encode_part(self, text: str, masked: str, places: Sequence[int]) -> tuple[list[int], list[int]]:
         if not text:
-            return []
+            return [], [0 for _ in places]
         found = list(self._meant(masked))
         meant = [token.token_id for token, _, _ in found if token.token_id in self._ids]
         if self._renamed is not None:
-            named = "".join(_replaced(text, [(self._names[token.text], start, end) for token, start, end in found]))
-            ids: list[int] = self._renamed.encode(named, add_special_tokens=False).ids
+            renaming = [(self._names[token.text], start, end) for token, start, end in found]
+            encoding = self._renamed.encode("".join(_replaced(text, renaming)), add_special_tokens=False)
+            ids: list[int] = encoding.ids
             if [token_id for token_id in ids if token_id in self._ids] == meant:
-                return ids
-        return self._encode_apart(text, found)
+                offsets: list[TextSpan] = encoding.offsets if places else []
+                moved = [_position_after(place, renaming) for place in places]
+                return ids, [bisect_right(offsets, place, key=itemgetter(1)) for place in moved]
+        if masked == text:
+            ids = self._whole(text)
+            return ids, [_common(ids, self._whole(text[:place])) for place in places]
+        ids = self._encode_apart(text, found)
+        beginnings = ((text[:place], [span for span in found if span[2] <= place]) for place in places)
+        return ids, [_common(ids, self._encode_apart(*beginning)) for beginning in beginnings]
 
     def _encode_apart(self, text: str, found: list[tuple[ControlToken, int, int]]) -> list[int]:
         """For tokenizers that cannot be renamed: the text between control tokens in pieces, cut inside forged ones.
@@ -108,6 +154,12 @@ class PromptEncoder:
             if token is not None:
                 ids.append(token.token_id)
             position = end
+        return ids
+
+    def _whole(self, text: str) -> list[int]:
+        """A part without literals, where control tokens are meant as they stand."""
+        self._hf.encode_special_tokens = False  # as themselves, and not as text
+        ids: list[int] = self._hf.encode(text, add_special_tokens=False).ids
         return ids
 
     def _plain(self, text: str) -> list[int]:
@@ -223,6 +275,22 @@ def _mask(character: str) -> str:
     if character.isspace():
         return character
     return LETTER_MASK if character.isalnum() or character == "_" else MASK
+
+
+def _common(ids: list[int], others: list[int]) -> int:
+    """How many of the first ids are the same."""
+    differing = (index for index, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other)
+    return next(differing, min(len(ids), len(others)))
+
+
+def _position_after(character: int, replacements: Sequence[tuple[str, int, int]]) -> int:
+    """Where a character stands after replacements; one inside something replaced, at its beginning."""
+    shift = 0
+    for replacement, start, end in replacements:
+        if end > character:
+            return min(character, start) + shift
+        shift += len(replacement) - (end - start)
+    return character + shift
 
 
 def _replaced(text: str, replacements: Sequence[tuple[str, int, int]]) -> Iterator[str]:

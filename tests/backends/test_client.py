@@ -7,10 +7,13 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from backends.client import EngineClient, Generation
 from backends.messages import LoadProgress
+from common.caching import CacheChange
+from common.config_models import MemoryConfig
 from common.errors import (
     ContextLengthExceeded,
     EngineFailed,
@@ -19,6 +22,7 @@ from common.errors import (
     ModelLoadFailed,
     ModelNotLoaded,
     RequestCancelled,
+    Unsupported,
 )
 from common.generation import Finish, Prefill, TextDelta
 from tests.scripted import ScriptedEngine, ask
@@ -118,7 +122,9 @@ async def test_a_failing_request_hurts_no_other(scripted: ScriptedEngine) -> Non
 
 async def test_a_crash_fails_what_runs_and_the_engine_comes_back(scripted: ScriptedEngine) -> None:
     plays = [Play(when="die", crash_after=1), Play(when="wait", hang_after=0), Play(chunks=["alive"])]
+    restarts: list[bool] = []
     async with serving(scripted, Script(plays=plays)) as client:
+        client.on_restart = restarts.append
         waiting = await client.generate(ask("wait"))
         dying = await client.generate(ask("die"))
         for generation in (dying, waiting):
@@ -126,19 +132,23 @@ async def test_a_crash_fails_what_runs_and_the_engine_comes_back(scripted: Scrip
                 await text_of(generation)
         assert await text_of(await client.generate(ask("after"))) == "alive"
         assert client.state == "ready"
+        assert restarts == [True]
 
 
 async def test_an_engine_that_keeps_crashing_is_given_up(
     scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("backends.client.RESTART_DELAYS", (0.0, 0.0))
+    restarts: list[bool] = []
     async with serving(scripted, Script(plays=[Play(crash_after=0)])) as client:
+        client.on_restart = restarts.append
         scripted.write(Script(models={"alpha": ModelScript(load_crash=True)}))
         with pytest.raises(EngineFailed):
             await text_of(await client.generate(ask()))
         with pytest.raises(ModelNotLoaded, match="code 24"):
             await client.generate(ask())
         assert client.state == "failed"
+        assert restarts == [False, False]
 
 
 async def test_close_cancels_what_runs_and_ends_the_process(scripted: ScriptedEngine) -> None:
@@ -153,6 +163,28 @@ async def test_close_cancels_what_runs_and_ends_the_process(scripted: ScriptedEn
         assert process.returncode == 0
         with pytest.raises(ModelNotLoaded):
             await client.generate(ask())
+
+
+@pytest.mark.parametrize(
+    ("steps", "disk_cache_dir", "killed"),
+    [([1.0, 1.0, 1.0], None, False), ([60.0], None, True), ([3.0], "somewhere", False)],
+    ids=["gets-on", "says-nothing", "writes-to-disk"],
+)
+async def test_an_engine_may_take_its_time_to_end_while_it_gets_on(
+    scripted: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: list[float],
+    disk_cache_dir: str | None,
+    killed: bool,
+) -> None:
+    monkeypatch.setattr("backends.client.SHUTDOWN_SECONDS", 2.5)
+    async with serving(scripted, Script(models={"alpha": ModelScript(unload_steps=steps)})) as client:
+        memory = MemoryConfig(disk_cache_dir=disk_cache_dir)
+        client.settings = client.settings.model_copy(update={"memory": memory})
+        process = client._process
+        assert process is not None
+        await client.close()
+        assert (process.returncode != 0) is killed
 
 
 async def test_errors_of_prepare_and_load_keep_their_kind(scripted: ScriptedEngine) -> None:
@@ -192,3 +224,44 @@ async def test_the_engine_ends_when_its_pipe_closes(scripted: ScriptedEngine) ->
         assert await asyncio.wait_for(process.wait(), 10) == 0
         with pytest.raises(ProcessLookupError):
             os.kill(process.pid, 0)
+
+
+async def test_the_cache_is_inspected_and_cleared(scripted: ScriptedEngine) -> None:
+    async with serving(scripted, Script()) as client:
+        state = await client.inspect()
+        assert [tier.tier for tier in state.tiers] == ["vram", "ram"]
+        assert state.checkpoints is not None
+        assert [entry.position for entry in state.checkpoints.entries] == [512, 256]
+        assert await client.clear_cache() == CacheChange(pages=3, checkpoints=2)
+
+
+async def test_a_prompt_is_explained_without_being_sent(scripted: ScriptedEngine) -> None:
+    async with serving(scripted, Script(plays=[Play(cached_tokens=2)])) as client:
+        explanation = await client.explain(msgspec.structs.replace(ask("hello"), owner="someone"))
+        assert (explanation.prompt_tokens, explanation.resumed_tokens, explanation.processed_tokens) == (5, 2, 3)
+        assert explanation.reason == "The script says so to someone."
+        with pytest.raises(ContextLengthExceeded):
+            await client.explain(ask("x" * 5000))
+    assert scripted.history() == []
+
+
+async def test_flushing_the_cache_needs_a_tier_on_disk(scripted: ScriptedEngine) -> None:
+    async with serving(scripted, Script()) as client:
+        with pytest.raises(Unsupported, match=r"memory\.disk_cache_dir"):
+            await client.flush_cache()
+
+
+async def test_other_calls_are_answered_while_the_cache_is_flushed(scripted: ScriptedEngine) -> None:
+    scripted.write(Script(models={"alpha": ModelScript(flush_seconds=3600.0)}))
+    client = scripted.client()
+    client.settings = client.settings.model_copy(update={"memory": MemoryConfig(disk_cache_dir="somewhere")})
+    await client.prepare()
+    async for _ in client.load():
+        pass
+    flushing = asyncio.create_task(client.flush_cache())
+    assert await client.decode(await client.encode("hi")) == "hi"
+    assert await text_of(await client.generate(ask())) == "Hello world"
+    assert not flushing.done()
+    await client.close()
+    with pytest.raises(RequestCancelled):
+        await flushing

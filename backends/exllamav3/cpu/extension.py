@@ -18,6 +18,7 @@ from backends.exllamav3.cpu import (
     rope,
     routing,
     sampling,
+    tiers,
 )
 
 FAMILIES: tuple[ModuleType, ...] = (
@@ -33,6 +34,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     rope,
     routing,
     sampling,
+    tiers,
 )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backends.exllamav3.cpu import convolution, delta_net, linear
+from backends.exllamav3.cpu import convolution, delta_net, linear, tiers
 from backends.exllamav3.cpu.attention import ATTENTION_FUNCTIONS, paged_attention
 from backends.exllamav3.cpu.extension import Extension
 from backends.exllamav3.cpu.stand_ins import importable_triton, torch_facade
@@ -45,11 +47,13 @@ class Patch:
         module: where it is.
         attribute: its name, dotted for a method.
         replacement: makes the new value from the old one.
+        newer: the module is not in all supported versions; where it is missing there is nothing to replace.
     """
 
     module: str
     attribute: str
     replacement: Callable[[Any], Any]
+    newer: bool = False
 
     def apply(self) -> None:
         """Replace it.
@@ -57,6 +61,8 @@ class Patch:
         Raises:
             SettingsError: the engine no longer has it.
         """
+        if self.newer and importlib.util.find_spec(self.module) is None:
+            return
         try:
             *path, name = self.attribute.split(".")
             owner: Any = importlib.import_module(self.module)
@@ -102,6 +108,15 @@ def _cache_alloc(original: Callable[..., None]) -> Callable[..., None]:
     return alloc
 
 
+def _cache_storage_size(original: Callable[..., int]) -> Callable[..., int]:
+    """Bytes of keys and values in fp32."""
+
+    def storage_size(self: Any) -> int:
+        return 2 * math.prod(map(int, self.shape)) * torch.float.itemsize
+
+    return storage_size
+
+
 def _moe_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The engine sets up routing when it loads to a CUDA device; here on first use."""
 
@@ -140,13 +155,15 @@ def _load_autosplit(original: Callable[..., Iterator[Any]]) -> Callable[..., Ite
 PATCHES = (
     Patch("exllamav3.model.model_ls", "Model_LSMixin._load_autosplit", _load_autosplit),
     Patch("exllamav3.cache.fp16", "CacheLayer_fp16.alloc", _cache_alloc),
+    Patch("exllamav3.cache.fp16", "CacheLayer_fp16.storage_size", _cache_storage_size),
+    Patch("exllamav3.generator.cpu_cache", "CPUPageCache.__init__", tiers.page_cache_init),
     Patch("exllamav3.modules.linear", "Linear.__init__", _linear_init),
     Patch("exllamav3.modules.quant.fp16", "LinearFP16.forward", _by(linear.linear_forward)),
     Patch("exllamav3.modules.block_sparse_mlp", "BlockSparseMLP.forward", _moe_forward),
     Patch("exllamav3.modules.attention_fn.dispatch", "attn_fns", _attention_functions),
     Patch("exllamav3.modules.sliding_attn", "paged_attn_triton_decode", _by(paged_attention)),
     Patch("exllamav3.modules.sliding_attn", "paged_attn_triton_prefill", _by(paged_attention)),
-    Patch("exllamav3.modules.shared_kv_attn", "paged_attn_triton_decode", _by(paged_attention)),
+    Patch("exllamav3.modules.shared_kv_attn", "paged_attn_triton_decode", _by(paged_attention), newer=True),
     Patch(
         "exllamav3.modules.gated_delta_net_fn.conv1d",
         "causal_conv1d_update_slotted_triton",
@@ -156,7 +173,7 @@ PATCHES = (
     # Decode steps as captured CUDA graphs.
     Patch("exllamav3.modules.attn", "_bc_attn_enable", _by(False)),
     Patch("exllamav3.modules.sliding_attn", "_bc_attn_enable", _by(False)),
-    Patch("exllamav3.modules.shared_kv_attn", "_bc_attn_enable", _by(False)),
+    Patch("exllamav3.modules.shared_kv_attn", "_bc_attn_enable", _by(False), newer=True),
     Patch("exllamav3.modules.attention_fn.bc_mla", "bc_attn_enable", _by(False)),
 )
 

@@ -112,6 +112,7 @@ def _cuda_without_devices() -> ModuleType:
     vars(cuda).update(
         is_available=lambda: False,
         device_count=lambda: 0,
+        init=_nothing,
         synchronize=_nothing,
         empty_cache=_nothing,
         device=_no_context,

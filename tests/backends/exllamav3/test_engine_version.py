@@ -55,8 +55,8 @@ class Names(types.ModuleType):
     __path__ = []
     def __getattr__(self, name):
         return type(name, (), {})
-for name in ("exllamav3", "exllamav3.generator", "exllamav3.generator.sampler"):
-    sys.modules[name] = Names(name)
+for name in ("", ".ext", ".generator", ".generator.pagetable", ".generator.sampler", ".util", ".util.memory"):
+    sys.modules["exllamav3" + name] = Names("exllamav3" + name)
 import backends.exllamav3.engine as engine
 print(engine.DEVICE, [name for name in sys.modules if name.startswith("backends.exllamav3.cpu")])
 """

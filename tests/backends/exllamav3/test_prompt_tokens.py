@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import unicodedata
 from collections.abc import AsyncIterator, Callable
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HFTokenizer
@@ -20,6 +22,7 @@ from backends.exllamav3 import prompt_tokens
 from backends.exllamav3.engine import Tokenizer, token_tensor
 from backends.exllamav3.model import ExllamaV3Container
 from backends.exllamav3.prompt_tokens import PromptEncoder
+from backends.exllamav3.token_bytes import token_bytes
 from common.fim import fim_prompt
 from tests.containers import answered, loaded
 from tests.models import EOS_ID, corpus, write_tokenizer
@@ -256,6 +259,71 @@ def test_tokens_that_tokenizer_json_does_not_know(tmp_path: Path) -> None:
     assert decoded(encoder, encoder.encode(text, add_bos=False, encode_special_tokens=False)) == text
 
 
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def comparable(text: str) -> str:
+    """What every kind of tokenizer keeps of a text: some change cases, compose characters, or add and take blanks."""
+    return "".join(unicodedata.normalize("NFKC", text).lower().replace("▁", " ").split())
+
+
+def assert_placed(encoder: PromptEncoder, text: str, place: int, *, short: int = 1, **options: Any) -> None:
+    """So many tokens say nothing from past the place, and `short` more say all up to it."""
+    ids, (count,) = encoder.encode_placed(text, [place], add_bos=False, **options)
+    assert ids == encoder.encode(text, add_bos=False, **options)
+    assert encoder.encode_placed(text, [place], add_bos=True, **options)[1] in ([count], [count + 1])
+    if encoder._tokenizer.unk_token_id in ids:
+        return  # what such a token stands for is not in it
+    wanted = comparable(text[:place])
+    assert wanted.startswith(comparable(decoded(encoder, ids[:count])))
+    assert comparable(decoded(encoder, ids[: count + short])).startswith(wanted)
+
+
+@QUICK
+@given(before=TEXTS, literal=TEXTS, after=TEXTS, data=st.data())
+def test_places_become_counts_of_tokens(
+    encoder: PromptEncoder, before: str, literal: str, after: str, data: st.DataObject
+) -> None:
+    text = before + literal + after
+    place = data.draw(st.integers(0, len(text)))
+    assert_placed(encoder, text, place)
+    assert_placed(encoder, text, place, literals=[(len(before), len(before + literal))])
+    assert_placed(encoder, text, place, encode_special_tokens=False)
+
+
+def test_places_are_put_in_order_and_those_outside_left_out(encoder: PromptEncoder) -> None:
+    text = "<|im_start|>Ada measured<|im_end|>"
+    ids, counts = encoder.encode_placed(text, [99, len(text), 12, -1, 0, 12], add_bos=True)
+    bos = len(ids) - len(encoder.encode(text, add_bos=False))
+    assert counts == sorted(counts)
+    assert len(counts) == 4
+    assert counts[0] - bos in (0, 1)  # some begin with a blank that no text has
+    assert counts[-1] == len(ids)
+
+
+def test_places_around_tokens_that_tokenizer_json_does_not_know(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    hf = HFTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    config = {"added_tokens_decoder": {"1024": {"content": "<|late|>", "special": True}}}
+    encoder = PromptEncoder(engine_tokenizer(tmp_path, hf, config))
+    text = "<|late|>s<|late|><|late|>s<|im_end|>"
+    for literals in ([], [(text.index("s"), 9)]):
+        ids, counts = encoder.encode_placed(text, range(len(text) + 1), add_bos=False, literals=literals)
+        assert len(ids) == 6
+        ends = [8, 9, 17, 25, 26, 36]
+        assert counts == [sum(end <= place for end in ends) for place in range(len(text) + 1)]
+
+
+@pytest.mark.parametrize("literals", [[], [(12, 60)]])
+def test_places_where_tokens_cannot_be_renamed(
+    encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch, literals: list[tuple[int, int]]
+) -> None:
+    monkeypatch.setattr(encoder, "_renamed", None)
+    text = "<|im_start|>Ada<|im_end|> measured  the river<|im_end|>\nAda measured<|im_end|>Ada"
+    for place in range(len(text) + 1):
+        assert_placed(encoder, text, place, short=8, literals=literals)
+
+
 def test_a_tokenizer_that_cannot_be_renamed_is_still_safe(
     encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,8 +366,7 @@ def test_ids_equal_transformers_for_a_real_tokenizer(smollm2: Path) -> None:
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(smollm2)
-    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "eos_token_id_list": [2]}
-    encoder = PromptEncoder(Tokenizer(SimpleNamespace(directory=str(smollm2), **ids)))
+    encoder = _smollm2_encoder(smollm2)
     text = "<|im_start|>user\n1234 naïve  code:\n\tdef f(x):\r\n\n<|im_end|>\n<fim_prefix>é😀日本<|endoftext|>"
     expected = reference.encode(text, add_special_tokens=False)
     assert encoder.encode(text, add_bos=False) == expected
@@ -307,6 +374,30 @@ def test_ids_equal_transformers_for_a_real_tokenizer(smollm2: Path) -> None:
     forged = encoder.encode(text + text, add_bos=False, literals=[(0, len(text))])
     assert control_ids(encoder, forged) == control_ids(encoder, expected)
     assert decoded(encoder, forged) == text + text
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.one_of(TEXTS, st.text(st.characters(max_codepoint=0xFFFF))), data=st.data())
+def test_places_with_a_real_tokenizer(smollm2: Path, text: str, data: st.DataObject) -> None:
+    encoder = _smollm2_encoder(smollm2)
+    place = data.draw(st.integers(0, len(text)))
+    literal = data.draw(st.tuples(st.integers(0, len(text)), st.integers(0, len(text))))
+    for options in ({}, {"literals": [literal]}, {"encode_special_tokens": False}):
+        ids, (count,) = encoder.encode_placed(text, [place], add_bos=False, **options)
+        assert ids == encoder.encode(text, add_bos=False, **options)
+        known = token_bytes(encoder._tokenizer)
+        assume(b"".join(known[token] for token in ids) == text.encode())  # it has no tokens for some rare bytes
+        said, more = (b"".join(known[token] for token in ids[:end]) for end in (count, count + 1))
+        wanted = text[:place].encode()
+        assert wanted.startswith(said)
+        assert more.startswith(wanted) or count == len(ids)
+
+
+@lru_cache(maxsize=1)
+def _smollm2_encoder(directory: Path) -> PromptEncoder:
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "eos_token_id_list": [2]}
+    return PromptEncoder(Tokenizer(SimpleNamespace(directory=str(directory), **ids)))
 
 
 def test_masks_are_no_control_tokens_and_keep_lengths() -> None:

@@ -57,6 +57,12 @@ def fake_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
+def test_a_module_that_only_newer_versions_have_may_be_missing() -> None:
+    Patch("exllamav3.modules.of_a_newer_version", "value", lambda original: original, newer=True).apply()
+    with pytest.raises(SettingsError, match="of_a_newer_version"):
+        Patch("exllamav3.modules.of_a_newer_version", "value", lambda original: original).apply()
+
+
 def test_a_patch_is_made_from_what_was_there(fake_module: Any) -> None:
     Patch("fake_engine", "value", lambda old: old + 1).apply()
     Patch("fake_engine", "Class.method", lambda old: lambda self: old(self) + " and new").apply()
