@@ -20,6 +20,8 @@ from common.parsing.json_text import refuse_constant
 Message: TypeAlias = dict[str, Any]  # as a template sees it: role, content and the rest
 Tool: TypeAlias = dict[str, Any]  # as the client described it
 
+SYSTEM_ROLES: Final = ("system", "developer")
+
 _SEPARATOR = "\n\n"
 _TOOLS_TEXT: Final = """\
 You can call these functions, each described by a line of JSON:
@@ -170,7 +172,7 @@ _ALTERNATE = _Step(_alternate, "neighbours of one role joined")
 
 
 def _is_system(message: Message) -> bool:
-    return message["role"] in ("system", "developer")
+    return message["role"] in SYSTEM_ROLES
 
 
 def _as_user(message: Message) -> Message:

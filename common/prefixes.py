@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from common.conversations import Message
@@ -99,11 +100,13 @@ class WrittenPrompt(NamedTuple):
         prompt: as it is sent.
         plain: text that the template alone would have written.
         seams: in their order.
+        starts: where messages begin in the plain text, by index, as far as somebody wanted to know.
     """
 
     prompt: RenderedPrompt
     plain: str
     seams: Sequence[Seam] = ()
+    starts: Mapping[int, int] = MappingProxyType({})
 
     @staticmethod
     def by_template(prompt: RenderedPrompt) -> WrittenPrompt:

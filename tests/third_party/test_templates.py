@@ -13,6 +13,7 @@ from common.parsing.detection import Certainty, detect
 from common.templating import ChatTemplate
 from endpoints.OAI.types.chat import ChatCompletionRequest
 from tests.common.test_templating import CONVERSATIONS, REQUESTS, TOKENS, as_given, of_transformers
+from tests.endpoints.OAI.test_boundaries import CHATS, expected_boundaries, prompt_of
 from tests.endpoints.OAI.writing import writer
 from tests.third_party.suites import PackageCache
 from tests.third_party.test_llama_cpp import PACKAGE
@@ -75,6 +76,28 @@ def test_no_legal_conversation_is_refused_or_cut(templates: dict[str, str], tool
             words = [word for word in ("[1]", "[2]", "[3]", "[4]", "[call]") if word in str(messages)]
             assert [word for word in words if word not in text] == [], (name, kind)
     assert set(refused) <= ONLY_LLAMA_CPP
+
+
+def test_where_prompts_change(templates: dict[str, str]) -> None:
+    refused: set[str] = set()
+    missing: list[tuple[str, str]] = []
+    for name, source in templates.items():
+        prompts = writer(ChatTemplate(name, source, TOKENS), has_checkpoints=True)
+        for kind, fields in CHATS.items():
+            try:
+                found = prompt_of(prompts, **fields).boundaries
+            except InvalidRequest:
+                refused.add(name)
+                continue
+            expected = expected_boundaries(prompts, **fields)
+            assert set(found) <= set(expected), (name, kind)
+            if found != expected:
+                missing.append((name, kind))
+    assert missing == [
+        ("google-gemma-2-2b-it", "nothing"),  # the system prompt becomes the beginning of an empty message
+        ("mistralai-Mistral-Nemo-Instruct-2407", "continued"),  # shows no system prompt then: shorter than a page
+    ]
+    assert refused <= ONLY_LLAMA_CPP | {"CohereForAI-c4ai-command-r-plus-tool_use"}  # wants a description of parameters
 
 
 # --- what is found out from them --------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 
+from common.boundaries import CacheBoundaries
 from common.sampling import Integer, RequestModel
 from endpoints.OAI.types.common import (
     LEFT_OUT_IF_NONE,
@@ -88,6 +89,12 @@ class ChatCompletionRequest(GenerationFields):
     parallel_tool_calls: bool = Field(True, description="false: one call at most.")
     functions: list[FunctionSpec] | None = Field(None, description="The way before tools. Calls are tool_calls.")
     function_call: FunctionChoice | None = Field(None, description="The way before tool_choice.")
+    cache_boundaries: CacheBoundaries | None = Field(
+        None,
+        description="Indexes of messages at whose beginning a model with recurrent layers shall keep a checkpoint, "
+        "because later prompts will differ from there on; -1 is the last one. Default: what the model's "
+        "recurrent_checkpoint_boundaries says. Empty: none.",
+    )
 
     @property
     def begins_answer(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, TypeAlias, TypeGuard
 
 from pydantic import BaseModel, Field, PlainValidator
 
+from common.boundaries import CacheBoundaries
 from common.sampling import MAX_ANSWERS, is_token_id
 from endpoints.OAI.types.common import (
     LEFT_OUT_IF_NONE,
@@ -51,6 +52,12 @@ class CompletionRequest(GenerationFields):
     suffix: str | None = Field(None, description="What follows the answer, for models that can fill in the middle.")
     best_of: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = Field(
         None, description="How many answers to generate; the n most likely are returned."
+    )
+
+    cache_boundaries: CacheBoundaries = Field(
+        [],
+        description="Places in each prompt, in characters or tokens from its beginning, at which a model with "
+        "recurrent layers shall keep a checkpoint, because later prompts will differ from there on.",
     )
 
     @property

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
-from common.conversations import Message
+from common.conversations import SYSTEM_ROLES, Message
 from common.errors import InvalidRequest
 from common.parsing.json_text import refuse_constant
 from common.prefixes import without_volatile_line
 from common.templating import ChatTemplate, TemplateTraits
 from endpoints.OAI.types.message import ChatMessage, FunctionCall, ToolCall
 
-_SYSTEM_ROLES = ("system", "developer")
 _SHORT_ID = 9  # characters
 
 
@@ -49,7 +48,7 @@ def _drop_volatile_line(messages: Sequence[ChatMessage], texts: list[list[str]])
     Returns:
         The index of that message, where nothing else is in it.
     """
-    first = next((index for index, message in enumerate(messages) if message.role in _SYSTEM_ROLES), None)
+    first = next((index for index, message in enumerate(messages) if message.role in SYSTEM_ROLES), None)
     if first is None or not texts[first]:
         return None
     # The line may be a part of its own, without an end.

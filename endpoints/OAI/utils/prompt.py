@@ -11,9 +11,10 @@ from typing import Any
 from loguru import logger
 
 from backends.messages import ControlToken
+from common.boundaries import can_have_any, check_boundaries, sent_starts, starts_kept, starts_of, turning_points
 from common.config_models import ModelParameters
 from common.control_text import StandIns
-from common.conversations import Message, Tool
+from common.conversations import SYSTEM_ROLES, Message, Tool
 from common.errors import InvalidRequest
 from common.parsing.detection import AnswerSyntax
 from common.parsing.events import AnswerReader
@@ -34,6 +35,7 @@ class ChatPrompt:
 
     Attributes:
         rendered: its text.
+        boundaries: as `cache_boundaries` of a `GenerationRequest`.
         given: characters at its end that the client wants the answer to begin with.
         tools: which the answer may call.
         broken: how it fails to go on from the turn before it in its conversation; None if it does.
@@ -42,6 +44,7 @@ class ChatPrompt:
     """
 
     rendered: RenderedPrompt
+    boundaries: list[int]
     given: int
     tools: ToolUse
     broken: PrefixBreak | None
@@ -62,6 +65,7 @@ class PromptWriter:
 
     Args:
         control_tokens: of its tokenizer.
+        has_checkpoints: it has recurrent layers, so that boundaries in its prompts are of use.
     """
 
     def __init__(
@@ -71,19 +75,26 @@ class PromptWriter:
         control_tokens: Sequence[ControlToken] = (),
         *,
         syntax: AnswerSyntax,
+        has_checkpoints: bool = False,
     ) -> None:
         self.template = template
         self.model = model
         self.syntax = syntax
         self._tokens = ControlTokens(template, control_tokens, syntax.tags or ())
+        self._has_checkpoints = has_checkpoints
         self._history = PrefixHistory()
 
     def chat(self, body: ChatCompletionRequest) -> ChatPrompt:
         """The prompt that a chat completion goes on from.
 
         Raises:
-            InvalidRequest: the messages or the tools cannot be shown.
+            InvalidRequest: the messages or the tools cannot be shown, or there is no message where the cache shall have
+                a boundary.
         """
+        count = len(body.messages)
+        check_boundaries(
+            body.cache_boundaries or (), -count, count - 1, "the index of a message, or less than 0 from the end"
+        )
         if body.continue_final_message and body.begins_answer:
             raise InvalidRequest(
                 "continue_final_message ends the prompt inside the last message, add_generation_prompt after it; only "
@@ -156,15 +167,21 @@ class PromptWriter:
         prefix = _response_prefix(body)
         outline = Outline.of(before)
         returned = self._history.latest(before, outline)
+
+        def render(part: Sequence[Message], *, whole: bool) -> RenderedPrompt:
+            return conversation.render_as_asked(part, body) if whole else conversation.render(part)
+
         if returned is None:
-            written = WrittenPrompt.by_template(conversation.render_as_asked(messages, body))
+            written = WrittenPrompt.by_template(render(messages, whole=True))
+            known = {}
         else:
-
-            def render(part: Sequence[Message], *, whole: bool) -> RenderedPrompt:
-                return conversation.render_as_asked(part, body) if whole else conversation.render(part)
-
             before = with_thoughts(before, outline, returned)
-            written = write_prompt([*before, *begun], returned, render, self._tokens.all)
+            messages = [*before, *begun]
+            written = write_prompt(messages, returned, render, self._tokens.all)
+            known = starts_kept(returned.earlier.turn.written, written.plain)
+        if self._has_checkpoints and can_have_any(written.plain):
+            starts = starts_of(messages, self._boundaries(body, messages), written.plain, render, known)
+            written = written._replace(starts=starts)
         rendered = written.prompt._replace(text=written.prompt.text + prefix)
         inputs = {
             "tools": conversation.tools,
@@ -190,7 +207,13 @@ class PromptWriter:
                 self._history.remember(turn, Answer(answer.text, spelled, message), base())
 
         broken = None if returned is None else self._history.check(turn, returned)
-        return ChatPrompt(rendered, len(begun_text) + len(prefix), tools, broken, remember)
+        return ChatPrompt(rendered, sent_starts(written), len(begun_text) + len(prefix), tools, broken, remember)
+
+    def _boundaries(self, body: ChatCompletionRequest, messages: Sequence[Message]) -> set[int]:
+        """Indexes of the messages at whose beginnings checkpoints are wanted."""
+        if body.cache_boundaries is None:
+            return turning_points(messages, self.model.recurrent_checkpoint_boundaries)
+        return _shown_at(body.cache_boundaries, body.messages, len(messages))
 
 
 @dataclass(frozen=True)
@@ -255,6 +278,15 @@ def _shallow(path: str) -> Iterator[None]:
         yield
     except RecursionError as error:
         raise InvalidRequest(f"The {path}, the tools or the variables are nested too deeply.", param=path) from error
+
+
+def _shown_at(indexes: Sequence[int], messages: Sequence[ChatMessage], shown: int) -> set[int]:
+    """Where some messages of a request are among the `shown` ones that the template gets."""
+    places = {index % len(messages) for index in indexes}
+    if shown < len(messages):  # the first system message was a volatile line and nothing else
+        dropped = next(index for index, message in enumerate(messages) if message.role in SYSTEM_ROLES)
+        places = {place - (place > dropped) for place in places}
+    return {place for place in places if place < shown}
 
 
 def _response_prefix(body: ChatCompletionRequest) -> str:

@@ -227,7 +227,9 @@ class Agent:
         self.ids = {text: 1000 + index for index, text in enumerate(family.tokens.split())}
         template = ChatTemplate(family.template, source, {"bos_token": "<s>", "eos_token": "</s>"})
         self.writer = writer(
-            template, [ControlToken(text, token_id, special=True) for text, token_id in self.ids.items()]
+            template,
+            [ControlToken(text, token_id, special=True) for text, token_id in self.ids.items()],
+            has_checkpoints=True,
         )
         self.messages: list[dict[str, Any]] = [{"role": "user", "content": "Look around."}]
         self.sent: list[RenderedPrompt] = []

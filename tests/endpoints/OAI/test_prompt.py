@@ -28,7 +28,7 @@ CONTROL = [ControlToken(text, index, special=index < len(SPECIAL)) for index, te
 VARIABLES = ChatTemplate("variables", "{{ a }}{{ b }}{{ c }}{{ enable_thinking }}{{ reasoning_effort }}{{ verbosity }}")
 
 
-def chat(body: dict[str, Any], source: str | ChatTemplate = CHATML, **model: object) -> RenderedPrompt:
+def chat(body: dict[str, Any], source: str | ChatTemplate = CHATML, **model: Any) -> RenderedPrompt:
     template = source if isinstance(source, ChatTemplate) else ChatTemplate("t", source, {"bos_token": "<s>"})
     return writer(template, CONTROL, **model).chat(ChatCompletionRequest.model_validate(body)).rendered
 

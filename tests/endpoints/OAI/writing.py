@@ -18,18 +18,25 @@ from endpoints.OAI.utils.prompt import PromptWriter
 from endpoints.streaming import Queued
 
 
-def writer(template: ChatTemplate | str, tokens: Sequence[ControlToken] = (), **settings: object) -> PromptWriter:
+def writer(
+    template: ChatTemplate | str,
+    tokens: Sequence[ControlToken] = (),
+    *,
+    has_checkpoints: bool = False,
+    **settings: object,
+) -> PromptWriter:
     """
     Args:
         template: or its source.
         tokens: of the tokenizer.
+        has_checkpoints: of the model.
         settings: of the model.
     """
     if isinstance(template, str):
         template = ChatTemplate("t", template)
     model = ModelConfig.model_validate(settings)
     syntax = detect(template, [token.text for token in tokens], model)
-    return PromptWriter(template, model, tokens, syntax=syntax)
+    return PromptWriter(template, model, tokens, syntax=syntax, has_checkpoints=has_checkpoints)
 
 
 def turn_of(prompts: PromptWriter, **fields: Any) -> ChatTurn:
