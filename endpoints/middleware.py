@@ -21,7 +21,7 @@ from endpoints.request_log import as_json, redact_headers
 HEADER: Final = "X-Request-Id"
 _ACCEPTABLE_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 # Asked for every few seconds by whatever watches over the server.
-_PROBES: Final = ("/health", "/ping", "/ready")
+_PROBES: Final = ("/health", "/ping", "/ready", "/metrics")
 LOOPBACK_ORIGINS: Final = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 

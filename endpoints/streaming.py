@@ -22,7 +22,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from backends.client import EngineClient, Generation
-from common.generation import Event, Finish, GenerationRequest
+from common.errors import ServerError
+from common.generation import Event, Finish, FinishReason, GenerationRequest
+from common.metrics import Metrics
+from endpoints.answer_record import CANCELLED, AnswerRecord
 from endpoints.errors import RenderError, dump_json, to_server_error
 
 T = TypeVar("T")
@@ -36,6 +39,8 @@ class Queued(NamedTuple):
 
 # Of several answers, in the order in which they happen.
 IndexedEvents: TypeAlias = AsyncIterable[tuple[int, Event | Queued]]
+# How an answer has ended that has been read to its finish, as the client is told.
+TellFinish: TypeAlias = Callable[[int, Finish], FinishReason]
 
 # How long a stream's status line waits for the engine's verdict on the prompt. A refusal within it is a plain error
 # response, a later one is an error inside the stream.
@@ -50,16 +55,30 @@ class Answers:
 
     Iterate for `(index, event)` pairs in the order in which the events happen. The iteration ends when every answer has
     finished; when one fails it raises that error. Leaving the context, or `close()`, cancels whatever still runs.
+
+    Args:
+        endpoint: path of the route that was asked, without a prefix.
     """
 
-    def __init__(self, client: EngineClient, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        requests: Sequence[GenerationRequest],
+        *,
+        metrics: Metrics,
+        endpoint: str,
+        finish_reason: TellFinish,
+    ) -> None:
         self._client = client
         self._requests = requests
+        self._finish_reason = finish_reason
+        self._records = [AnswerRecord(metrics, endpoint) for _ in requests]
         self._generations: list[Generation] = []
         self._queued: list[Queued] = []
         self._events: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
-        self._opening = asyncio.create_task(self._open())
         self._pumps: list[asyncio.Task[None]] = []
+        self._opening = asyncio.create_task(self._open())
+        metrics.requests.labels(endpoint).inc()
 
     async def accepted(self, patience: float | None = None) -> bool:
         """Wait until the engine has accepted all prompts.
@@ -82,20 +101,20 @@ class Answers:
         await self.accepted()
         for index, queued in enumerate(self._queued):
             yield index, queued
-        self._pumps = [
-            asyncio.create_task(self._pump(index, generation)) for index, generation in enumerate(self._generations)
-        ]
-        running = len(self._pumps)
+        running = len(self._queued)
         while running:
             index, event = await self._events.get()
             if isinstance(event, Exception):
+                self._end_all(event)
                 raise event
+            yield index, event
             if isinstance(event, Finish):
                 running -= 1
-                _log_finish(event)
-            yield index, event
+                self._records[index].end(self._finish_reason(index, event))
 
     async def close(self) -> None:
+        for index, record in enumerate(self._records):
+            record.end(CANCELLED if record.finish is None else self._finish_reason(index, record.finish))
         tasks = [self._opening, *self._pumps]
         for task in tasks:
             task.cancel()
@@ -112,32 +131,31 @@ class Answers:
         await self.close()
 
     async def _open(self) -> None:
-        for request in self._requests:
-            self._generations.append(await self._client.generate(request))
-        for generation in self._generations:
-            self._queued.append(Queued(await generation.accepted()))
+        try:
+            for index, request in enumerate(self._requests):
+                generation = await self._client.generate(request)
+                self._generations.append(generation)
+                # From now on, so that events are measured when they come.
+                self._pumps.append(asyncio.create_task(self._pump(index, generation)))
+            for generation, record in zip(self._generations, self._records, strict=True):
+                prompt_tokens = await generation.accepted()
+                record.accepted(prompt_tokens)
+                self._queued.append(Queued(prompt_tokens))
+        except Exception as error:
+            self._end_all(error)
+            raise
 
     async def _pump(self, index: int, generation: Generation) -> None:
         try:
             async for event in generation:
+                self._records[index].received(event)
                 self._events.put_nowait((index, event))
         except Exception as error:
             self._events.put_nowait((index, error))
 
-
-def _log_finish(finish: Finish) -> None:
-    usage = finish.usage
-    logger.info(
-        "Generated {} tokens in {:.2f} s ({}); prompt {} tokens, {} of them cached, processed in {:.2f} s after "
-        "{:.2f} s in the queue",
-        usage.completion_tokens,
-        usage.completion_seconds,
-        finish.eos_reason or finish.reason,
-        usage.prompt_tokens,
-        usage.cached_tokens,
-        usage.prompt_seconds,
-        usage.queue_seconds,
-    )
+    def _end_all(self, error: Exception) -> None:
+        for record in self._records:
+            record.end(error.code if isinstance(error, ServerError) else ServerError.code)
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:

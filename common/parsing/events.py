@@ -13,6 +13,7 @@ import msgspec
 from common.generation import (
     Event,
     Finish,
+    FinishReason,
     ReasoningDelta,
     SampledLogprob,
     TextDelta,
@@ -65,6 +66,10 @@ class AnswerReader:
         """Its thoughts."""
         return "".join(self._reasoning)
 
+    def finish_reason(self, finish: Finish) -> FinishReason:
+        """What the client of an answer that has been read is told, where the engine has ended it so."""
+        return "tool_calls" if self.calls and finish.reason == "stop" else finish.reason
+
     def read(self, event: Event) -> Iterator[Event]:
         """What an event of the engine's becomes. After a `Finish` nothing is read any more."""
         match event:
@@ -76,9 +81,7 @@ class AnswerReader:
             case Finish():
                 ended_itself = event.reason == "stop" and event.eos_reason not in _CUTS
                 yield from self._events(self._parser.end("complete" if ended_itself else "cut"))
-                if self.calls and event.reason == "stop":
-                    event = msgspec.structs.replace(event, reason="tool_calls")
-                yield event
+                yield msgspec.structs.replace(event, reason=self.finish_reason(event))
             case _:
                 yield event
 
