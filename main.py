@@ -11,14 +11,18 @@ from pathlib import Path
 
 from loguru import logger
 
+from backends.exllamav3.checkpoint_target import in_seconds
+from backends.exllamav3.checkpoints import plan_for
+from backends.exllamav3.plan_report import describe_plan, describe_without_checkpoints, draw_plan
 from backends.manager import ModelManager
-from common.args import parse_arguments
+from common.args import PlanArguments, parse_arguments
 from common.auth import KeyStore
 from common.config_models import Settings
-from common.errors import SettingsError
+from common.errors import ModelNotFound, ServerError, SettingsError
 from common.logger import setup_logging
 from common.sampling import SamplerPresets
 from common.tabby_config import LoadedSettings, generate_config_file, load_settings, merge_load_settings
+from endpoints.core.types.cache import CachePlan
 from endpoints.errors import to_server_error
 from endpoints.server import create_app, serve
 from endpoints.state import check_load
@@ -41,11 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             with writing(arguments.export_path):
                 export_openapi(loaded.settings, Path(arguments.export_path))
             return 0
-        setup_logging(loaded.settings.logging)
+        log_file = loaded.settings.logging.log_file and arguments.command == "serve"
+        setup_logging(loaded.settings.logging.model_copy(update={"log_file": log_file}))
         for warning in loaded.warnings:
             logger.warning("{}", warning)
+        if arguments.plan is not None:
+            print(plan_checkpoints(loaded, arguments.plan))
+            return 0
         asyncio.run(run_server(loaded))
-    except SettingsError as error:
+    except (SettingsError, ServerError) as error:
         print(error, file=sys.stderr)
         return EXIT_SETTINGS
     except KeyboardInterrupt:  # uvicorn has shut down in order, and passes Ctrl-C on
@@ -54,18 +62,50 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def writing(path: str) -> Iterator[None]:
+def writing(path: str, option: str = "--export-path") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SettingsError(
-            f"{path} cannot be written: {error.strerror}. Give another file with --export-path."
-        ) from error
+        raise SettingsError(f"{path} cannot be written: {error.strerror}. Give another file with {option}.") from error
 
 
 def export_openapi(settings: Settings, path: Path) -> None:
     app = create_app(settings, ModelManager(Path(settings.model.model_dir)), keys=None)
     path.write_text(json.dumps(app.openapi(), indent=2) + "\n", encoding="utf-8")
+
+
+def plan_checkpoints(loaded: LoadedSettings, asked: PlanArguments) -> str:
+    """What `plan` prints. Raises `ServerError` and `SettingsError`."""
+    manager = ModelManager(Path(loaded.settings.model.model_dir))
+    directory = find_model(manager, asked.model or loaded.settings.model.model_name)
+    load = merge_load_settings(loaded.settings, model_directory=directory, command_line=loaded.command_line)
+    basis = asyncio.run(manager.plan_basis(directory, load))
+    model = directory.name
+    if basis is None:
+        if asked.plot is not None:
+            logger.warning("{} is not written: there are no checkpoints to draw.", asked.plot)
+        report = CachePlan(model=model, recurrent=False, prompt_tokens=asked.prompt_tokens)
+        return report.model_dump_json(indent=2) if asked.as_json else describe_without_checkpoints(model)
+    target = load.model.recurrent_checkpoint_target
+    if target is not None and in_seconds(target):
+        logger.warning("recurrent_checkpoint_target is {}: without the speed of a loaded model it is left out.", target)
+    plan = plan_for(basis, asked.prompt_tokens, boundaries=asked.boundaries)
+    if asked.plot is not None:
+        with writing(asked.plot, "--plot"):
+            Path(asked.plot).write_bytes(draw_plan(model, plan))
+    if asked.as_json:
+        return CachePlan.of(model, plan).model_dump_json(indent=2)
+    return describe_plan(model, basis, plan, asked.boundaries)
+
+
+def find_model(manager: ModelManager, name: str | None) -> Path:
+    """Folder of a model of model_dir, or at a path. Raises `ModelNotFound`."""
+    if not name:
+        raise SettingsError("Which model? Give one with --model, or set model.model_name.")
+    for folder in (manager.model_dir / name, Path(name)):
+        if (folder / "config.json").is_file():
+            return folder.absolute()
+    raise ModelNotFound(f"There is no model {name!r}, neither in {manager.model_dir} nor at that path.")
 
 
 async def run_server(loaded: LoadedSettings) -> None:

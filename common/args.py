@@ -5,12 +5,33 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
-from common.settings_catalog import ALL_SETTINGS, CATALOG, SECTIONS, did_you_mean
+from common.settings_catalog import ALL_SETTINGS, CATALOG, SECTIONS, Setting, did_you_mean
 
-Command: TypeAlias = Literal["serve", "export-config", "export-openapi"]
+Command: TypeAlias = Literal["serve", "plan", "export-config", "export-openapi"]
+
+CONFIG_HELP = "YAML file whose values count before those of config.yml"
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """What `plan` is asked for.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        model: name or path; None: the one that would be loaded at start.
+        boundaries: token positions.
+        plot: where to write a picture.
+        as_json: instead of text.
+    """
+
+    prompt_tokens: int
+    model: str | None = None
+    boundaries: tuple[int, ...] = ()
+    plot: str | None = None
+    as_json: bool = False
 
 
 @dataclass(frozen=True)
@@ -21,12 +42,14 @@ class Arguments:
         options: the values of single options, by section and key; not yet checked.
         config_file: the file given by `--config`.
         export_path: where a sub-command writes.
+        plan: of the sub-command of that name; None for others.
     """
 
     command: Command = "serve"
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     config_file: str | None = None
     export_path: str = ""
+    plan: PlanArguments | None = None
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -36,20 +59,35 @@ def build_parser() -> argparse.ArgumentParser:
         description="Serve language models over an OpenAI-compatible API. Every setting is an option here.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file whose values count before those of config.yml")
+    parser.add_argument("--config", metavar="FILE", help=CONFIG_HELP)
     for section, settings in CATALOG.items():
         group = parser.add_argument_group(section, SECTIONS[section].__doc__)
         for setting in settings.values():
-            group.add_argument(
-                setting.option,
-                dest=setting.name,
-                metavar={"list": "ITEM", "mapping": "JSON", None: "VALUE"}[setting.collection],
-                nargs="+" if setting.collection == "list" else None,
-                help=setting.description.replace("%", "%%"),
-            )
+            _add_setting(group, setting, help=setting.description.replace("%", "%%"))
 
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="instead of serving")
     usage = "main.py {} [OPTION ...]"
+    plan = commands.add_parser(
+        "plan",
+        help="show where a model's recurrent checkpoints would lie, and what edits of a prompt would cost",
+        description="Show where a model's recurrent checkpoints would lie in a prompt, what they take, and what an "
+        "edit costs with them. No weight is read. Every setting is an option here too, as in main.py --help.",
+        usage=usage.format("plan"),
+    )
+    plan.add_argument("--model", metavar="NAME", help="name or path (default: the one that is loaded at start)")
+    plan.add_argument("--prompt-tokens", metavar="N", type=int, required=True, help="length of the prompt")
+    plan.add_argument(
+        "--boundaries",
+        metavar="N,…",
+        type=_positions,
+        default=(),
+        help="tokens at which the system prompt or a message ends, such as 512,3800",
+    )
+    plan.add_argument("--plot", metavar="FILE.png", help="draw what edits cost (needs matplotlib)")
+    plan.add_argument("--json", action="store_true", dest="as_json", help="print JSON, for other programs")
+    plan.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=CONFIG_HELP)
+    for setting in ALL_SETTINGS:
+        _add_setting(plan, setting, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     export_config = commands.add_parser(
         "export-config", help="write a sample of config.yml", usage=usage.format("export-config")
     )
@@ -58,10 +96,34 @@ def build_parser() -> argparse.ArgumentParser:
         "export-openapi", help="write the OpenAPI description of the routes", usage=usage.format("export-openapi")
     )
     export_openapi.add_argument("--export-path", metavar="FILE", default="openapi.json", help="the file to write")
-    export_openapi.add_argument(
-        "--api-servers", metavar="NAME", nargs="+", dest="exported_servers", help="front ends whose routes to describe"
+    _add_setting(
+        export_openapi,
+        CATALOG["network"]["api_servers"],
+        default=argparse.SUPPRESS,
+        help="front ends whose routes to describe",
     )
     return parser
+
+
+def _add_setting(
+    parser: argparse._ActionsContainer, setting: Setting, *, help: str, default: str | None = None
+) -> None:
+    """`default=argparse.SUPPRESS` lets an option of a sub-command leave alone the same one before it."""
+    parser.add_argument(
+        setting.option,
+        dest=setting.name,
+        metavar={"list": "ITEM", "mapping": "JSON", None: "VALUE"}[setting.collection],
+        nargs="+" if setting.collection == "list" else None,
+        default=default,
+        help=help,
+    )
+
+
+def _positions(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(position) for position in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 512,3800") from None
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
@@ -70,6 +132,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     parser = build_parser()
     # Asked first: argparse takes the value of an unknown option for a command, and complains about that.
     known = {setting.option for setting in ALL_SETTINGS} | {"--config", "--help", "--export-path"}
+    if "plan" in argv:
+        known |= {"--model", "--prompt-tokens", "--boundaries", "--plot", "--json"}
     for argument in argv:
         option = argument.split("=")[0]
         if option.startswith("--") and option not in known:
@@ -84,12 +148,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
             value = value[0]
         if value:
             options.setdefault(setting.section, {})[setting.key] = value
-    # argparse cannot give an option of a sub-command the place of the same one before it.
-    if servers := parsed.get("exported_servers"):
-        options.setdefault("network", {})["api_servers"] = servers
     return Arguments(
         command=parsed["command"] or "serve",
         options=options,
         config_file=parsed["config"],
         export_path=parsed.get("export_path", ""),
+        plan=PlanArguments(**{key.name: parsed[key.name] for key in fields(PlanArguments)})
+        if parsed["command"] == "plan"
+        else None,
     )

@@ -18,16 +18,18 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TextIO, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TextIO, TypeAlias
 
 from loguru import logger
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from common.caching import EVERYBODY
 from common.errors import AuthenticationFailed, SettingsError
 from common.yaml_file import read_mapping
 
 KEY_FILE = "api_tokens.yml"
 KEY_BYTES = 16  # of a generated key, as hexadecimal digits
+OWNER_BYTES = 8
 POLL_SECONDS = 2.0
 
 _NO_KEY = "An API key is needed: send it as the header Authorization: Bearer KEY. Keys are in api_tokens.yml."
@@ -36,6 +38,22 @@ _WRONG_KEY = "The API key is not valid."
 
 # What a key may do. An admin key opens everything that an API key does.
 Permission: TypeAlias = Literal["api", "admin"]
+
+
+class Caller(NamedTuple):
+    """Who sends a request.
+
+    Attributes:
+        permission: what the request may do.
+        owner: stands for the key among what engines keep of prompts; `common.caching.EVERYBODY` for an administrator.
+            It is the same until the server ends, and says nothing about the key.
+    """
+
+    permission: Permission
+    owner: str
+
+
+ADMINISTRATOR = Caller("admin", EVERYBODY)
 
 
 def _check_key(key: str) -> str:
@@ -72,6 +90,7 @@ class KeyStore:
             SettingsError: the file is missing or cannot be used; says what is wrong with it, and quotes no key.
         """
         self._path = path
+        self._secret = secrets.token_bytes()  # so that an owner is no help in trying out keys
         self._stamp = _stamp(path)
         self._api_keys, self._admin_key = _read(path)
 
@@ -91,8 +110,8 @@ class KeyStore:
                 print(f"\n  New keys are in {path.absolute()}\n  API key: {api_key}\n", file=terminal, flush=True)
         return cls(path)
 
-    def permission(self, headers: Mapping[str, str]) -> Permission:
-        """What the keys in the headers allow; names are looked up in lower case.
+    def identify(self, headers: Mapping[str, str]) -> Caller:
+        """Whose keys the headers hold; names are looked up in lower case.
 
         Raises:
             AuthenticationFailed: no key, or none that is valid. Whatever the headers hold, nothing else is raised.
@@ -100,11 +119,11 @@ class KeyStore:
         digests = [_digest(key) for key in _presented_keys(headers)]
         # Each key is compared with each other one, so that the time says nothing about which of them matches.
         admin_matches = sum(hmac.compare_digest(digest, self._admin_key) for digest in digests)
-        api_matches = sum(hmac.compare_digest(digest, key) for digest in digests for key in self._api_keys)
+        valid = [digest for digest in digests if sum(hmac.compare_digest(digest, key) for key in self._api_keys)]
         if admin_matches:
-            return "admin"
-        if api_matches:
-            return "api"
+            return ADMINISTRATOR
+        if valid:
+            return Caller("api", hmac.digest(self._secret, valid[0], "sha256")[:OWNER_BYTES].hex())
         raise AuthenticationFailed(_WRONG_KEY if digests else _NO_KEY)
 
     async def watch(self) -> None:

@@ -13,7 +13,7 @@ from loguru import logger
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from common.auth import Permission
+from common.auth import ADMINISTRATOR, Caller
 from common.errors import AuthenticationFailed, InvalidRequest, ServerError
 from endpoints.errors import ErrorBody, core_error, error_response, openai_error, to_server_error
 from endpoints.request_log import record_request
@@ -66,8 +66,8 @@ class ApiRoute(APIRoute):
         async def guarded(request: Request) -> Response:
             request = JsonRequest(request.scope, request.receive)
             try:
-                request.state.permission = authorise(request, level)
-                if level != "none":
+                if (caller := authorise(request, level)) is not None:
+                    request.state.permission, request.state.owner = caller
                     await request.body()  # here, where what goes wrong with it is told as it is
                     await record_request(request, state_of(request).settings.logging)
                 return await handle(request)
@@ -79,6 +79,7 @@ class ApiRoute(APIRoute):
                 what = failure.param if isinstance(failure, InvalidRequest) else failure.message
                 # Open routes are asked over and over by whatever watches the server.
                 logger.log("DEBUG" if level == "none" else "INFO", "Not served: {} ({})", failure.code, what)
+                state_of(request).metrics.http_errors.labels(self.path, failure.code).inc()
                 return error_response(failure, self.render_error)
 
         return guarded
@@ -97,8 +98,8 @@ def level_of(route: APIRoute) -> Level:
     return level
 
 
-def authorise(request: Request, level: Level) -> Permission | None:
-    """What the caller may do; None on an open route.
+def authorise(request: Request, level: Level) -> Caller | None:
+    """Who asks; None on an open route.
 
     Raises:
         AuthenticationFailed: not what the level asks for.
@@ -106,10 +107,10 @@ def authorise(request: Request, level: Level) -> Permission | None:
     if level == "none":
         return None
     keys = state_of(request).keys
-    permission: Permission = "admin" if keys is None else keys.permission(request.headers)
-    if level == "admin" and permission != "admin":
+    caller = ADMINISTRATOR if keys is None else keys.identify(request.headers)
+    if level == "admin" and caller.permission != "admin":
         raise AuthenticationFailed("This route needs the admin key; the key sent is an API key.")
-    return permission
+    return caller
 
 
 class RouteAccess(NamedTuple):

@@ -21,16 +21,18 @@ from common.config_models import Settings
 from common.errors import ServerError, SettingsError
 from common.sampling import SamplerPresets
 from common.version import VERSION
+from endpoints.core.cache import v1 as cache_v1
 from endpoints.core.router import router as core_router
 from endpoints.core.router import v1 as core_v1
 from endpoints.core.tokens import router as token_router
 from endpoints.core.tokens import v1 as token_v1
 from endpoints.errors import core_error, error_response, to_server_error
 from endpoints.LlamaCpp.router import router as llama_cpp_router
+from endpoints.metrics import metrics_router
 from endpoints.middleware import BodyLimitMiddleware, CorsMiddleware, RequestContextMiddleware
 from endpoints.OAI.router import v1 as openai_v1
 from endpoints.routing import SECURITY_SCHEMES, VERSION_PREFIX, RouteAccess, methods_of, route_table
-from endpoints.state import ServerState, attach_state
+from endpoints.state import ServerState, attach_state, state_of
 from endpoints.streaming import SHUTDOWN_GRACE_SECONDS
 
 # Longer than clients keep idle connections (httpx, and so the openai client: 5 s). A server that closes first may do so
@@ -72,11 +74,13 @@ def create_app(
     _select_preset(settings, presets)
     state = ServerState(settings, manager, keys, presets)
     manager.on_loaded = state.prepare
+    manager.on_load_ended = state.metrics.count_load
+    manager.on_restart = state.metrics.count_restart
     attach_state(app.state, state)
     with_openai = "oai" in settings.network.api_servers
-    for router in (core_router, token_router, *([llama_cpp_router] if with_openai else [])):
+    for router in (core_router, metrics_router(state), token_router, *([llama_cpp_router] if with_openai else [])):
         app.include_router(router)
-    versioned = [core_v1, token_v1, *([openai_v1] if with_openai else [])]
+    versioned = [core_v1, token_v1, cache_v1, *([openai_v1] if with_openai else [])]
     for router in versioned:
         app.include_router(router, prefix=VERSION_PREFIX)
     for router in versioned:  # clients of other servers leave the prefix out
@@ -106,7 +110,9 @@ def _select_preset(settings: Settings, presets: SamplerPresets) -> None:
 
 async def _render_unrouted(request: Request, error: Exception) -> Response:
     """Unknown paths and methods belong to no API, so they get every member that some API's clients read."""
-    response = error_response(to_server_error(error), core_error)
+    failure = to_server_error(error)
+    state_of(request).metrics.http_errors.labels("", failure.code).inc()
+    response = error_response(failure, core_error)
     if response.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         response.headers["Allow"] = ", ".join(methods_of(request.app, request.url.path))
     return response

@@ -15,7 +15,8 @@ from backends.manager import ModelManager
 from backends.messages import ModelInfo
 from common.auth import KeyStore
 from common.config_models import LoadSettings, Settings
-from common.errors import InvalidRequest, ServerError
+from common.errors import InvalidRequest, ModelNotLoaded, ServerError
+from common.metrics import Metrics
 from common.parsing.detection import AnswerSyntax, check_settings, detect
 from common.sampling import SamplerPresets
 from common.templating import ChatTemplate, find_template, list_templates
@@ -34,8 +35,17 @@ class ServerState:
     manager: ModelManager
     keys: KeyStore | None  # None: everybody is administrator
     presets: SamplerPresets
+    metrics: Metrics = field(default_factory=Metrics)
     _writers: WeakKeyDictionary[EngineClient, PromptWriter | None] = field(default_factory=WeakKeyDictionary)
     _given_tools: WeakSet[EngineClient] = field(default_factory=WeakSet)  # by a request, in a form that is unknown
+
+    def require_ready(self) -> EngineClient:
+        """The loaded model, whose engine answers at this moment; else `ModelNotLoaded` with the reason."""
+        client = self.manager.require()
+        if client.state != "ready":
+            reason = f" ({client.failure})" if client.failure else ""
+            raise ModelNotLoaded(f"The engine of {client.name} is {client.state}{reason}.")
+        return client
 
     def prepare(self, client: EngineClient) -> None:
         """Find out, and say in the log, how a model that has just been loaded is talked with."""
@@ -128,11 +138,13 @@ def _loaded_template(client: EngineClient) -> ChatTemplate | None:
 def _writer(client: EngineClient, template: ChatTemplate | None) -> PromptWriter | None:
     if template is None:
         return None
-    model, control_tokens = client.settings.model, loaded_info(client).control_tokens
+    model, info = client.settings.model, loaded_info(client)
+    control_tokens = info.control_tokens
     syntax = detect(template, [token.text for token in control_tokens], model)
     for what, found in (("Tool calls", syntax.tool_format), ("Thoughts", syntax.thoughts)):
         logger.info("{} of {}: {} ({})", what, client.name, found.value or "no form known", found.source)
-    return PromptWriter(template, model, control_tokens, syntax=syntax)
+    has_checkpoints = info.checkpoints is not None
+    return PromptWriter(template, model, control_tokens, syntax=syntax, has_checkpoints=has_checkpoints)
 
 
 def attach_state(app_state: object, state: ServerState) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request, Response
 from loguru import logger
 
 from endpoints.OAI.types.chat import ChatCompletion, ChatCompletionRequest
 from endpoints.OAI.types.completion import Completion, CompletionRequest
-from endpoints.OAI.utils.chat import ChatCodec, ChatTurn
-from endpoints.OAI.utils.completion import CompletionCodec, completion_generation_requests
-from endpoints.OAI.utils.constraints import checked_constraints
+from endpoints.OAI.utils.chat import ChatCodec
+from endpoints.OAI.utils.completion import CompletionCodec
 from endpoints.OAI.utils.generation import new_envelope, respond
+from endpoints.OAI.utils.requests import asked_in_chat, asked_in_completion
 from endpoints.routing import API, OpenAIRoute
 from endpoints.state import State, loaded_info
 from endpoints.streaming import EventStream
@@ -25,11 +23,8 @@ async def completions(
     body: CompletionRequest, request: Request, response: Response, state: State
 ) -> Completion | EventStream:
     client = state.manager.require()
-    info = loaded_info(client)
-    body = state.presets.apply(body, client.settings.model.sampler_preset)
-    constraints = await checked_constraints(body)
-    generations = completion_generation_requests(body, constraints, info.control_tokens)
-    codec = CompletionCodec(new_envelope("cmpl", info), body)
+    body, generations = await asked_in_completion(body, state, client)
+    codec = CompletionCodec(new_envelope("cmpl", loaded_info(client)), body)
     return await respond(request, response, state, client, generations, codec, body)
 
 
@@ -38,14 +33,10 @@ async def chat_completions(
     body: ChatCompletionRequest, request: Request, response: Response, state: State
 ) -> ChatCompletion | EventStream:
     client = state.manager.require()
-    info = loaded_info(client)
-    body = state.presets.apply(body, client.settings.model.sampler_preset)
-    given = await checked_constraints(body)
-    turn = ChatTurn(body, state.prompt_writer(client))
+    turn, generations = await asked_in_chat(body, state, client)
     if (broken := turn.prompt.broken) is not None:
         logger.info("{}", broken.describe(quote=state.settings.logging.log_prompt))
     if turn.prompt.tools.declared:
         state.warn_tools_unknown(client)
-    constraints = await asyncio.to_thread(turn.constraints, given, info.control_tokens)
-    codec = ChatCodec(new_envelope("chatcmpl", info), turn)
-    return await respond(request, response, state, client, turn.requests(constraints), codec, body)
+    codec = ChatCodec(new_envelope("chatcmpl", loaded_info(client)), turn)
+    return await respond(request, response, state, client, generations, codec, turn.body)

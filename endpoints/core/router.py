@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from backends.manager import ModelManager
 from backends.messages import LoadProgress
 from common.config_models import LoadSettings
-from common.errors import InvalidRequest, ModelNotFound, ModelNotLoaded
+from common.errors import InvalidRequest, ModelNotFound
 from common.tabby_config import merge_load_settings
 from common.version import VERSION
 from endpoints.core.types.model import ModelLoadRequest
@@ -52,11 +52,7 @@ async def health() -> Health:
 @router.head("/ready", openapi_extra=OPEN, include_in_schema=False)
 async def ready(state: State) -> Readiness:
     """A model answers; else 503 with the reason."""
-    client = state.manager.require()
-    if client.state != "ready":
-        reason = f" ({client.failure})" if client.failure else ""
-        raise ModelNotLoaded(f"The engine of {client.name} is {client.state}{reason}.")
-    return Readiness(model=client.name)
+    return Readiness(model=state.require_ready().name)
 
 
 @router.get("/.well-known/serviceinfo", openapi_extra=OPEN)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.args import Arguments, build_parser, parse_arguments
+from common.args import Arguments, PlanArguments, build_parser, parse_arguments
 from common.settings_catalog import ALL_SETTINGS, CATALOG
 
 
@@ -41,6 +41,45 @@ def test_export_openapi() -> None:
         ["--api-servers", "OAI", "--port", "1", "export-openapi", "--api-servers", "oai", "kobold"]
     )
     assert arguments.options["network"] == {"api_servers": ["oai", "kobold"], "port": "1"}
+
+
+def test_plan_takes_settings_before_and_after_it() -> None:
+    arguments = parse_arguments(
+        [
+            *("--port=1", "--chunk-size", "512", "--gpu-split", "1", "2", "--config", "a.yml", "plan"),
+            *("--prompt-tokens", "5266", "--chunk-size", "1024", "--recurrent-checkpoint-target", "3s"),
+            *("--boundaries", "512,3800"),
+        ]
+    )
+    assert arguments.command == "plan"
+    assert arguments.plan == PlanArguments(prompt_tokens=5266, boundaries=(512, 3800))
+    assert arguments.config_file == "a.yml"
+    assert arguments.options == {
+        "network": {"port": "1"},
+        "model": {"chunk_size": "1024", "recurrent_checkpoint_target": "3s", "gpu_split": ["1", "2"]},
+    }
+    arguments = parse_arguments(
+        ["plan", "--model", "m", "--prompt-tokens=5", "--config", "b.yml", "--plot", "p.png", "--json"]
+    )
+    assert arguments.plan == PlanArguments(prompt_tokens=5, model="m", plot="p.png", as_json=True)
+    assert arguments.config_file == "b.yml"
+    assert parse_arguments([]).plan is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["plan"], "required: --prompt-tokens"),
+        (["plan", "--prompt-tokens", "many"], "invalid int value: 'many'"),
+        (["plan", "--prompt-tokens", "5", "--boundaries", "1,b"], "'1,b' is not a list of numbers such as 512,3800"),
+        (["plan", "--prompt-token", "5"], "Unknown option --prompt-token. Did you mean --prompt-tokens?"),
+        (["--model", "m"], "Unknown option --model. Did you mean --model-"),
+    ],
+)
+def test_plan_says_what_it_cannot_read(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(argv)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["--max-seq-lem", "4096"], ["--max-seq-lem=4096"], ["--port", "1", "--max-seq-lem"]])

@@ -14,6 +14,7 @@ import pytest
 
 from common import auth
 from common.auth import KeyStore
+from common.caching import EVERYBODY
 from common.errors import AuthenticationFailed, SettingsError
 from common.yaml_file import read_mapping
 
@@ -64,7 +65,7 @@ def write_anew(path: Path, text: str) -> None:
     ],
 )
 def test_the_best_valid_key_counts(store: KeyStore, headers: dict[str, str], permission: str) -> None:
-    assert store.permission(headers) == permission
+    assert store.identify(headers).permission == permission
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_the_best_valid_key_counts(store: KeyStore, headers: dict[str, str], per
 )
 def test_no_key_is_said_to_be_missing(store: KeyStore, headers: dict[str, str]) -> None:
     with pytest.raises(AuthenticationFailed, match=r"An API key is needed: .*Authorization: Bearer KEY"):
-        store.permission(headers)
+        store.identify(headers)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_no_key_is_said_to_be_missing(store: KeyStore, headers: dict[str, str]) 
 @pytest.mark.parametrize("header", ["x-api-key", "x-admin-key", "authorization"])
 def test_junk_is_refused_and_nothing_else(store: KeyStore, header: str, key: str) -> None:
     with pytest.raises(AuthenticationFailed, match="not valid"):
-        store.permission({header: f"Bearer {key}" if header == "authorization" else key})
+        store.identify({header: f"Bearer {key}" if header == "authorization" else key})
 
 
 def test_keys_are_compared_in_constant_time(store: KeyStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,9 +102,41 @@ def test_keys_are_compared_in_constant_time(store: KeyStore, monkeypatch: pytest
         return one == other
 
     monkeypatch.setattr(hmac, "compare_digest", compare)
-    store.permission({"x-api-key": "api-1"})
+    store.identify({"x-api-key": "api-1"})
     assert len(compared) == 3  # both API keys and the admin key, although the first one matched
     assert {len(digest) for pair in compared for digest in pair} == {32}
+
+
+# --- who owns a request ---------------------------------------------------------------------------------------------
+
+
+def owner(store: KeyStore, key: str) -> str:
+    return store.identify({"x-api-key": key}).owner
+
+
+def test_each_api_key_has_an_owner_of_its_own(store: KeyStore) -> None:
+    first, second = owner(store, "api-1"), owner(store, "api-2")
+    assert first != second
+    assert EVERYBODY not in (first, second)
+    assert store.identify({"authorization": "Bearer api-1"}).owner == first
+    assert store.identify({"x-api-key": "junk", "authorization": "Bearer api-1"}).owner == first
+    assert store.identify({"x-api-key": "api-2", "authorization": "Bearer api-1"}).owner == second
+
+
+def test_an_administrator_stands_for_everybody(store: KeyStore) -> None:
+    assert store.identify({"x-admin-key": "admin-1", "x-api-key": "api-1"}) == ("admin", EVERYBODY)
+
+
+def test_an_owner_stays_when_the_file_changes(store: KeyStore, path: Path) -> None:
+    before = owner(store, "api-2")
+    write_anew(path, "api_key: [fresh, api-2]\nadmin_key: admin-2\n")
+    store.reload()
+    assert owner(store, "api-2") == before
+
+
+def test_an_owner_says_nothing_about_the_key(store: KeyStore, path: Path) -> None:
+    assert owner(store, "api-1") != owner(KeyStore(path), "api-1")  # so trying keys against it is of no use
+    assert len(owner(store, "api-1")) == 2 * auth.OWNER_BYTES
 
 
 # --- the file -----------------------------------------------------------------------------------------------------
@@ -116,8 +149,8 @@ def test_missing_file_is_made(path: Path, log_lines: list[str]) -> None:
     assert set(keys) == {"api_key", "admin_key"}
     assert all(len(key) == 32 and int(key, 16) >= 0 for key in keys.values())
     assert keys["api_key"] != keys["admin_key"]
-    assert store.permission({"x-api-key": keys["api_key"]}) == "api"
-    assert store.permission({"x-api-key": keys["admin_key"]}) == "admin"
+    assert store.identify({"x-api-key": keys["api_key"]}).permission == "api"
+    assert store.identify({"x-api-key": keys["admin_key"]}).permission == "admin"
     assert keys["api_key"] in terminal.getvalue()
     assert str(path) in terminal.getvalue()
     assert keys["admin_key"] not in terminal.getvalue()
@@ -161,7 +194,7 @@ def test_failure_while_writing_leaves_nothing(path: Path, monkeypatch: pytest.Mo
 
 def test_one_key_as_text(path: Path) -> None:
     path.write_text("api_key: only\nadmin_key: admin\n")
-    assert KeyStore(path).permission({"x-api-key": "only"}) == "api"
+    assert KeyStore(path).identify({"x-api-key": "only"}).permission == "api"
 
 
 @pytest.mark.parametrize(
@@ -199,9 +232,9 @@ def test_file_that_cannot_be_used_is_named_without_its_keys(path: Path, text: st
 def test_changed_file_takes_effect(store: KeyStore, path: Path, log_lines: list[str]) -> None:
     write_anew(path, "api_key: fresh\nadmin_key: admin-2\n")
     store.reload()
-    assert store.permission({"x-api-key": "fresh"}) == "api"
+    assert store.identify({"x-api-key": "fresh"}).permission == "api"
     with pytest.raises(AuthenticationFailed):
-        store.permission({"x-api-key": "api-1"})
+        store.identify({"x-api-key": "api-1"})
     assert "1 API key(s)" in log_lines[0]
     assert "fresh" not in log_lines[0]
 
@@ -215,7 +248,7 @@ def test_broken_file_leaves_the_keys_and_warns_once(store: KeyStore, path: Path,
     write_anew(path, "api_key: s3cret\n")
     store.reload()
     store.reload()
-    assert store.permission({"x-api-key": "api-1"}) == "api"
+    assert store.identify({"x-api-key": "api-1"}).permission == "api"
     assert len(log_lines) == 1
     assert "The keys stay as they were" in log_lines[0]
     assert "s3cret" not in log_lines[0]
@@ -224,11 +257,11 @@ def test_broken_file_leaves_the_keys_and_warns_once(store: KeyStore, path: Path,
 def test_deleted_file_leaves_the_keys(store: KeyStore, path: Path, log_lines: list[str]) -> None:
     path.unlink()
     store.reload()
-    assert store.permission({"x-api-key": "api-2"}) == "api"
+    assert store.identify({"x-api-key": "api-2"}).permission == "api"
     assert len(log_lines) == 1
     path.write_text("api_key: back\nadmin_key: admin-1\n")
     store.reload()
-    assert store.permission({"x-api-key": "back"}) == "api"
+    assert store.identify({"x-api-key": "back"}).permission == "api"
 
 
 def test_watch_follows_changes_until_cancelled(store: KeyStore, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +273,7 @@ def test_watch_follows_changes_until_cancelled(store: KeyStore, path: Path, monk
         async with asyncio.timeout(10):
             while True:
                 try:
-                    assert store.permission({"x-api-key": "fresh"}) == "api"
+                    assert store.identify({"x-api-key": "fresh"}).permission == "api"
                     break
                 except AuthenticationFailed:
                     await asyncio.sleep(0.01)

@@ -13,6 +13,7 @@ OPEN = {"/health", "/ping", "/ready", "/version", "/.well-known/serviceinfo"} | 
 ADMIN = {
     *("/v1/model/load", "/v1/model/unload", "/v1/template/switch", "/v1/template/unload"),
     *("/v1/sampling/override/switch", "/v1/sampling/override/unload"),
+    *("/v1/cache/flush", "/v1/cache/clear"),
 }
 
 ALLOWED: dict[Level, list[str | None]] = {

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel
 
+from endpoints.core.types.cache import CacheExplanation
 from endpoints.core.types.props import SamplerDefaults
 from endpoints.OAI.types.common import LEFT_OUT_IF_NONE, PromptProgress
 
@@ -100,6 +101,7 @@ class LlamaCppCompletion(BaseModel):
         tokens_evaluated: tokens of the prompt.
         tokens_cached: those of them that did not have to be processed.
         truncated: the context was full before the answer was.
+        cache_explanation: with `explain_cache`.
     """
 
     index: int
@@ -119,3 +121,4 @@ class LlamaCppCompletion(BaseModel):
     tokens_cached: int
     timings: Timings
     completion_probabilities: list[SampledProbability] | None = LEFT_OUT_IF_NONE
+    cache_explanation: CacheExplanation | None = LEFT_OUT_IF_NONE

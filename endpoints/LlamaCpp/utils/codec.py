@@ -9,7 +9,8 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from backends.messages import ModelInfo
-from common.generation import Event, Finish, Prefill, SampledLogprob, TextDelta, TokenLogprob
+from common.generation import Event, Finish, FinishReason, Prefill, SampledLogprob, TextDelta, TokenLogprob
+from endpoints.core.types.cache import CacheExplanation
 from endpoints.errors import dump_json
 from endpoints.LlamaCpp.types.request import CompletionFields
 from endpoints.LlamaCpp.types.response import LlamaCppCompletion, Piece, SampledProbability, StopType, TokenProbability
@@ -60,6 +61,9 @@ class CompletionCodec:
             else:
                 pieces[index] += answer.pieces(event)
         return whole[0] if len(whole) == 1 else [whole[index] for index in sorted(whole)]
+
+    def finish_reason(self, index: int, finish: Finish) -> FinishReason:
+        return finish.reason
 
     def _selected(self, answer: LlamaCppCompletion) -> JsonObject:
         """The members that the client wants to see. What a path names stands at the top, under that path."""
@@ -146,6 +150,7 @@ class _Answer:
             tokens_cached=usage.cached_tokens,
             timings=timings(usage),
             completion_probabilities=probabilities or None,
+            cache_explanation=CacheExplanation.of(usage.explanation),
         )
 
 

@@ -8,6 +8,7 @@ from pydantic import AliasChoices, BaseModel, Field
 
 from common.generation import FinishReason
 from common.sampling import MAX_ANSWERS, MAX_TOP_LOGPROBS, NonNegative, RequestModel, SamplingFields
+from endpoints.core.types.cache import CacheExplanation
 
 LEFT_OUT_IF_NONE: Any = Field(None, exclude_if=lambda value: value is None)
 
@@ -68,6 +69,7 @@ class GenerationFields(SamplingFields):
     echo: bool = Field(False, description="Begin with the prompt, or with the assistant message that is gone on from.")
     stop_token_ids: list[NonNegative] = Field([])
     include_stop_str_in_output: bool = False
+    explain_cache: bool = Field(False, description="Say in the usage figures why no more of the prompt was cached.")
     modalities: list[str] = Field([], description="May hold text only.")
     user: str | None = None
 
@@ -95,6 +97,18 @@ class GenerationFields(SamplingFields):
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int = Field(description="Of the prompt, those that were not processed again.")
+    vram_tokens: int = Field(description="Of `cached_tokens`, those that were in VRAM.")
+    ram_tokens: int = Field(description="Of `cached_tokens`, those that came back from host RAM.")
+    disk_tokens: int = Field(description="Of `cached_tokens`, those that came back from disk.")
+    matched_tokens: int = Field(description="Of the prompt, those whose keys and values were cached.")
+    replayed_tokens: int = Field(
+        description="Of `matched_tokens`, those that were processed again, for want of a recurrent checkpoint."
+    )
+    explanation: CacheExplanation | None = Field(
+        None,
+        exclude_if=lambda value: value is None,
+        description="With `explain_cache`: what `/v1/cache/explain` would have said of the first prompt.",
+    )
 
 
 class CompletionTokensDetails(BaseModel):

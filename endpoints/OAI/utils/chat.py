@@ -13,6 +13,7 @@ from common.generation import (
     Echo,
     Event,
     Finish,
+    FinishReason,
     GenerationRequest,
     ReasoningDelta,
     TextDelta,
@@ -93,6 +94,7 @@ class ChatTurn:
             literals=literals,
             stop_strings=stop_strings,
             thoughts=self._thoughts(),
+            cache_boundaries=self.prompt.boundaries,
         )
         # All have the same prompt.
         return [msgspec.structs.replace(first, echo=body.prompt_logprobs is not None), *others]
@@ -178,6 +180,9 @@ class ChatCodec(Codec[ChunkChoice, ChatCompletion, ChatCompletionChunk]):
         self._alternatives_of_prompt = body.prompt_logprobs or 0
         self._prompt_logprobs: PromptLogprobs | None = None
         self._begun: set[int] = set()
+
+    def finish_reason(self, index: int, finish: Finish) -> FinishReason:
+        return self._answers[index].reader.finish_reason(finish)
 
     def pieces(self, index: int, event: Event) -> Iterator[ChunkChoice]:
         if index not in self._begun:

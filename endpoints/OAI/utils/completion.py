@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from backends.messages import ControlToken
+from common.boundaries import check_boundaries
 from common.errors import InvalidRequest
 from common.fim import fim_prompt
 from common.generation import Constraint, Echo, Event, Finish, GenerationRequest, TextDelta
@@ -38,6 +39,7 @@ def completion_generation_requests(
             add_bos=body.add_bos_token,
             echo=body.echo or body.prompt_logprobs is not None,
             prompt_only=prompt_only,
+            cache_boundaries=sorted(set(body.cache_boundaries)),
         )
     ]
 
@@ -52,6 +54,11 @@ def _check(body: CompletionRequest) -> None:
         )
     if body.suffix and body.echo:
         raise InvalidRequest("echo cannot be combined with suffix.", param="echo")
+    if body.suffix and body.cache_boundaries:
+        raise InvalidRequest("cache_boundaries cannot be combined with suffix.", param="cache_boundaries")
+    for prompt in body.prompt:
+        unit = "characters" if isinstance(prompt, str) else "tokens"
+        check_boundaries(body.cache_boundaries, 0, len(prompt), f"{unit} from the beginning of the prompt")
 
 
 def _with_suffix(prompt: Prompt, suffix: str | None, control_tokens: Sequence[ControlToken]) -> Prompt:

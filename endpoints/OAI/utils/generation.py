@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2s
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -18,7 +18,18 @@ from backends.client import EngineClient
 from backends.messages import ModelInfo
 from common import generation
 from common.errors import Unsupported
-from common.generation import Constraint, Event, Finish, GenerationRequest, Prefill, TextDelta, TextSpan, Thoughts
+from common.generation import (
+    Constraint,
+    Event,
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    Prefill,
+    TextDelta,
+    TextSpan,
+    Thoughts,
+)
+from endpoints.core.types.cache import CacheExplanation
 from endpoints.errors import openai_error
 from endpoints.OAI.types.common import (
     Choice,
@@ -61,6 +72,9 @@ class Renderer(Protocol[T_co]):
     async def collect(self, answers: IndexedEvents) -> T_co:
         """The whole response."""
 
+    def finish_reason(self, index: int, finish: Finish) -> FinishReason:
+        """How an answer that was read to its finish has ended, as the client is told."""
+
 
 async def respond(
     request: Request,
@@ -85,8 +99,15 @@ async def respond(
     if ignored := ", ".join(fields.without_effect()):
         logger.info("The engine has no sampler for {}; the request goes on without", ignored)
         headers[IGNORED_HEADER] = ignored
+    generations = asked_by(request, fields, generations)
     await record_generations(request, state.settings.logging, generations)
-    answers = Answers(client, generations)
+    answers = Answers(
+        client,
+        generations,
+        metrics=state.metrics,
+        endpoint=request.scope["route"].path,
+        finish_reason=codec.finish_reason,
+    )
     if fields.stream and not state.settings.developer.disable_request_streaming:
         return await stream_answers(
             answers,
@@ -104,6 +125,16 @@ async def respond(
 # --- requests -----------------------------------------------------------------------------------------------------
 
 
+def asked_by(
+    request: Request, fields: GenerationFields, generations: Iterable[GenerationRequest]
+) -> list[GenerationRequest]:
+    """The requests of a front end, each with whose it is and whether to explain what was cached of it."""
+    return [
+        msgspec.structs.replace(generation, owner=request.state.owner, explain_cache=fields.explain_cache)
+        for generation in generations
+    ]
+
+
 def generation_requests(
     prompt: str | list[int],
     fields: GenerationFields,
@@ -117,6 +148,7 @@ def generation_requests(
     thoughts: Thoughts | None = None,
     echo: bool = False,
     prompt_only: bool = False,
+    cache_boundaries: Sequence[int] = (),
 ) -> list[GenerationRequest]:
     """`count` requests for one prompt. With a seed each gets one of its own, else all answers would be the same.
 
@@ -144,6 +176,7 @@ def generation_requests(
         thoughts=thoughts,
         echo=echo,
         prompt_only=prompt_only,
+        cache_boundaries=list(cache_boundaries),
     )
     if fields.seed is None:
         return [request] * count
@@ -221,6 +254,10 @@ class Codec(ABC, Generic[P, R, C]):
                 pieces.setdefault(index, []).extend(self.pieces(index, event))
         return self.whole([pieces[index] for index in sorted(pieces)], self._tally.usage())
 
+    def finish_reason(self, index: int, finish: Finish) -> FinishReason:
+        """How an answer that was read to its finish has ended, as the client is told."""
+        return finish.reason
+
     async def _counted(self, answers: IndexedEvents) -> AsyncIterator[tuple[int, Event]]:
         async for index, event in answers:
             self._tally.count(index, event)
@@ -297,7 +334,7 @@ def total_usage(usages: Mapping[int, generation.Usage], per_prompt: int) -> Usag
     answers = usages.values()
     prompts = [usages[index] for index in range(0, len(usages), per_prompt)]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
-    cached_tokens = sum(usage.cached_tokens for usage in prompts)
+    details = _prompt_details(prompts)
     completion_tokens = sum(usage.completion_tokens for usage in answers)
     prompt_time = max(usage.prompt_seconds for usage in prompts)
     completion_time = max(usage.completion_seconds for usage in answers)
@@ -305,7 +342,7 @@ def total_usage(usages: Mapping[int, generation.Usage], per_prompt: int) -> Usag
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+        prompt_tokens_details=details,
         completion_tokens_details=CompletionTokensDetails(
             accepted_prediction_tokens=sum(usage.accepted_draft_tokens for usage in answers),
             rejected_prediction_tokens=sum(usage.rejected_draft_tokens for usage in answers),
@@ -313,10 +350,26 @@ def total_usage(usages: Mapping[int, generation.Usage], per_prompt: int) -> Usag
         ),
         queue_time=round(max(usage.queue_seconds for usage in answers), 4),
         prompt_time=round(prompt_time, 4),
-        prompt_tokens_per_sec=_rate(prompt_tokens - cached_tokens, prompt_time),
+        prompt_tokens_per_sec=_rate(prompt_tokens - details.cached_tokens, prompt_time),
         completion_time=round(completion_time, 4),
         completion_tokens_per_sec=_rate(completion_tokens, completion_time),
         total_time=round(prompt_time + completion_time, 4),
+    )
+
+
+def _prompt_details(prompts: Sequence[generation.Usage]) -> PromptTokensDetails:
+    cached = sum(usage.cached_tokens for usage in prompts)
+    matched = sum(usage.matched_tokens for usage in prompts)
+    ram = sum(usage.ram_tokens for usage in prompts)
+    disk = sum(usage.disk_tokens for usage in prompts)
+    return PromptTokensDetails(
+        cached_tokens=cached,
+        vram_tokens=cached - ram - disk,
+        ram_tokens=ram,
+        disk_tokens=disk,
+        matched_tokens=matched,
+        replayed_tokens=matched - cached,
+        explanation=CacheExplanation.of(prompts[0].explanation),
     )
 
 

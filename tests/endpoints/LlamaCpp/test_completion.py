@@ -12,6 +12,7 @@ from tests.endpoints.front_ends import SILLYTAVERN_NEUTRAL
 from tests.endpoints.running import RunningServer
 
 COUNTED = "one two three"
+PROGRESS = "PROGRESS".ljust(600, ".")
 
 
 def complete(server: RunningServer, **body: object) -> dict[str, Any]:
@@ -118,19 +119,19 @@ def test_chosen_fields(server: RunningServer) -> None:
 
 def test_timings_in_every_event(server: RunningServer) -> None:
     assert all("timings" not in event for event in streamed(server, prompt="COUNT")[:-1])
-    events = streamed(server, prompt="PROGRESS", timings_per_token=True)
+    events = streamed(server, prompt=PROGRESS, timings_per_token=True)
     assert [event["timings"]["predicted_n"] for event in events] == [5, 11, 11]
     assert {event["timings"]["cache_n"] for event in events} == {128}
     assert (events[-1]["timings"]["draft_n"], events[-1]["timings"]["draft_n_accepted"]) == (9, 7)
 
 
 def test_progress(server: RunningServer) -> None:
-    events = streamed(server, prompt="PROGRESS", return_progress=True)
+    events = streamed(server, prompt=PROGRESS, return_progress=True)
     told = [(event["content"], event["prompt_progress"]) for event in events if "prompt_progress" in event]
     assert [(text, progress["processed"]) for text, progress in told] == [("", 256), ("", 600)]
     assert {(progress["cache"], progress["total"]) for _, progress in told} == {(128, 600)}
-    assert not any("prompt_progress" in event for event in streamed(server, prompt="PROGRESS"))
-    assert complete(server, prompt="PROGRESS", return_progress=True)["content"] == "Hello world"
+    assert not any("prompt_progress" in event for event in streamed(server, prompt=PROGRESS))
+    assert complete(server, prompt=PROGRESS, return_progress=True)["content"] == "Hello world"
 
 
 # --- probabilities ------------------------------------------------------------------------------------------------

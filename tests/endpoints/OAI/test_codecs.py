@@ -7,8 +7,10 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
+from common.caching import CacheExplanation, Difference
 from common.generation import Event, Finish, GenerationRequest, Prefill, SampledLogprob, TextDelta, TokenLogprob, Usage
 from common.templating import ChatTemplate
 from endpoints.OAI.types.chat import ChatCompletionRequest
@@ -26,6 +28,7 @@ USAGE = Usage(
     prompt_tokens=10,
     completion_tokens=2,
     cached_tokens=4,
+    matched_tokens=4,
     queue_seconds=0.125,
     prompt_seconds=0.5,
     completion_seconds=0.25,
@@ -107,6 +110,44 @@ def test_several_prompts_are_summed_and_several_answers_counted() -> None:
     assert usage.prompt_tokens_details.cached_tokens == 4
     assert usage.completion_tokens_details.accepted_prediction_tokens == 6
     assert usage.completion_tokens_details.rejected_prediction_tokens == 2
+
+
+EXPLANATION = CacheExplanation(
+    prompt_tokens=10,
+    matched_tokens=4,
+    resumed_tokens=4,
+    processed_tokens=6,
+    replayed_tokens=0,
+    ram_tokens=0,
+    disk_tokens=0,
+    difference=Difference(position=4, cached="fox", requested="dog", before="the quick"),
+    reason="So it is.",
+)
+
+
+def test_where_prompts_were_cached_is_summed_and_the_first_is_explained() -> None:
+    first = msgspec.structs.replace(USAGE, explanation=EXPLANATION)
+    other = Usage(
+        prompt_tokens=1000,
+        completion_tokens=1,
+        cached_tokens=768,
+        matched_tokens=900,
+        ram_tokens=256,
+        disk_tokens=512,
+        explanation=msgspec.structs.replace(EXPLANATION, reason="Otherwise."),
+    )
+    details = total_usage({0: first, 1: first, 2: other, 3: other}, 2).prompt_tokens_details
+    assert details.model_dump(exclude={"explanation"}) == {
+        "cached_tokens": 772,
+        "vram_tokens": 4,
+        "ram_tokens": 256,
+        "disk_tokens": 512,
+        "matched_tokens": 904,
+        "replayed_tokens": 132,
+    }
+    assert details.explanation is not None
+    assert details.explanation.model_dump() == msgspec.to_builtins(EXPLANATION)
+    assert "explanation" not in total_usage({0: USAGE}, 1).model_dump()["prompt_tokens_details"]
 
 
 def test_usage_so_far_in_every_chunk() -> None:

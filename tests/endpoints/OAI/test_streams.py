@@ -10,6 +10,7 @@ from tests.endpoints.OAI.test_chat import chat, frames
 from tests.endpoints.running import RunningServer
 
 PATHS = ["chat/completions", "completions"]
+PROGRESS = "PROGRESS".ljust(600, ".")
 
 
 def stream(server: RunningServer, path: str, text: str, **fields: object) -> list[dict[str, Any]]:
@@ -20,7 +21,7 @@ def stream(server: RunningServer, path: str, text: str, **fields: object) -> lis
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("wish", [{"return_progress": True}, {"stream_options": {"include_progress": True}}])
 def test_the_prefill_is_told_on_request(server: RunningServer, path: str, wish: dict[str, object]) -> None:
-    events = stream(server, path, "PROGRESS", **wish)
+    events = stream(server, path, PROGRESS, **wish)
     told = [event for event in events if "prompt_progress" in event]
     assert events[:2] == told
     assert [event["choices"] for event in told] == [[], []]
@@ -30,7 +31,7 @@ def test_the_prefill_is_told_on_request(server: RunningServer, path: str, wish: 
         {"total": 600, "cache": 128, "processed": 600},
     ]
     assert all(event["prompt_progress"]["time_ms"] >= 0 for event in told)
-    assert not any("prompt_progress" in event for event in stream(server, path, "PROGRESS"))
+    assert not any("prompt_progress" in event for event in stream(server, path, PROGRESS))
 
 
 def test_the_openai_client_reads_a_stream_with_everything(server: RunningServer) -> None:
@@ -38,7 +39,7 @@ def test_the_openai_client_reads_a_stream_with_everything(server: RunningServer)
     with server.openai() as client:
         chunks = list(
             client.chat.completions.create(
-                model="x", messages=[{"role": "user", "content": "PROGRESS"}], stream=True, extra_body=extra
+                model="x", messages=[{"role": "user", "content": PROGRESS}], stream=True, extra_body=extra
             )
         )
     assert [chunk.choices for chunk in chunks[:2]] == [[], []]

@@ -1,0 +1,42 @@
+"""Bodies of the generating routes -> what they ask an engine for, whether it is then generated or only asked about."""
+
+from __future__ import annotations
+
+import asyncio
+
+from backends.client import EngineClient
+from common.generation import GenerationRequest
+from endpoints.OAI.types.chat import ChatCompletionRequest
+from endpoints.OAI.types.completion import CompletionRequest
+from endpoints.OAI.utils.chat import ChatTurn
+from endpoints.OAI.utils.completion import completion_generation_requests
+from endpoints.OAI.utils.constraints import checked_constraints
+from endpoints.state import ServerState, loaded_info
+
+
+async def asked_in_completion(
+    body: CompletionRequest, state: ServerState, client: EngineClient
+) -> tuple[CompletionRequest, list[GenerationRequest]]:
+    """The body with the presets in force, and a request for each answer.
+
+    Raises:
+        InvalidRequest: it cannot be served as it is.
+    """
+    body = state.presets.apply(body, client.settings.model.sampler_preset)
+    constraints = await checked_constraints(body)
+    return body, completion_generation_requests(body, constraints, loaded_info(client).control_tokens)
+
+
+async def asked_in_chat(
+    body: ChatCompletionRequest, state: ServerState, client: EngineClient
+) -> tuple[ChatTurn, list[GenerationRequest]]:
+    """The chat with the presets in force, and a request for each answer.
+
+    Raises:
+        InvalidRequest: it cannot be served as it is.
+    """
+    body = state.presets.apply(body, client.settings.model.sampler_preset)
+    given = await checked_constraints(body)
+    turn = ChatTurn(body, state.prompt_writer(client))
+    constraints = await asyncio.to_thread(turn.constraints, given, loaded_info(client).control_tokens)
+    return turn, turn.requests(constraints)
