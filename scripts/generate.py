@@ -27,6 +27,7 @@ from backends.manager import ModelManager  # noqa: E402
 from common.config_models import PLANNED, Settings  # noqa: E402
 from common.errors import ServerError  # noqa: E402
 from common.fim import FAMILIES  # noqa: E402
+from common.metrics import Metrics  # noqa: E402
 from common.parsing.formats.base import Call  # noqa: E402
 from common.parsing.formats.registry import FORMATS  # noqa: E402
 from common.sampling import ForeignSamplers, SamplingFields, SamplingParameters  # noqa: E402
@@ -141,6 +142,13 @@ def tool_formats_table() -> str:
     return "\n".join(rows)
 
 
+def metrics_table() -> str:
+    rows = ["| Metric | Type | Labels | |", "|---|---|---|---|"]
+    for name, type, labels, description in Metrics().families:
+        rows.append(f"| `{name}` | {type} | {', '.join(f'`{label}`' for label in labels)} | {description} |")
+    return "\n".join(rows)
+
+
 # What stands between markers, by name.
 TABLES: Mapping[str, Callable[[], str]] = {
     **{f"settings {section}": functools.partial(settings_table, section) for section in CATALOG},
@@ -153,6 +161,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "usage": usage_table,
     "fill in the middle": fill_in_the_middle_table,
     "tool formats": tool_formats_table,
+    "metrics": metrics_table,
 }
 
 

@@ -22,6 +22,7 @@ from common.auth import KeyStore
 from common.config_models import Settings
 from common.grammar import MOST_CHARACTERS, check_constraint
 from common.json_schema import WHITESPACE
+from common.metrics import Metrics
 from common.parsing.detection import tool_format_names
 from common.prefixes import MAX_TURNS
 from common.sampling import MAX_ANSWERS, MAX_TOP_LOGPROBS, SamplerPresets
@@ -43,6 +44,8 @@ USAGE = ROOT / "docs" / "03.-Usage.md"
 CHAT = ROOT / "docs" / "04.-Chat-Completions.md"
 TOOLS = ROOT / "docs" / "10.-Tool-Calling.md"
 REASONING = ROOT / "docs" / "11.-Reasoning.md"
+CACHING = ROOT / "docs" / "12.-Prompt-Caching.md"
+MONITORING = ROOT / "docs" / "13.-Monitoring.md"
 MOVING = ROOT / "docs" / "Coming-from-TabbyAPI.md"
 GETTING_STARTED = ROOT / "docs" / "01.-Getting-Started.md"
 
@@ -152,7 +155,7 @@ def test_tables_of_edit_costs_are_the_plans(page: Path) -> None:
         r"^\| `chunk_size`, [^|]*\|[^|]*\|(.* @.*)\|\n\|[-|]+\n((?:\|.*\n)+)", text_of(page), re.MULTILINE
     )
     if table is None:
-        assert page not in (README, ROOT / "docs" / "12.-Prompt-Caching.md")
+        assert page not in (README, CACHING)
         return
     positions = [int(cell.strip(" @").replace(",", "")) for cell in table[1].split("|")]
     for row in table[2].splitlines():
@@ -213,6 +216,25 @@ def rows(heading: str, start: str = "") -> list[list[str]]:
     lines = [line for line in found[1].splitlines() if line.startswith("| " + start)]
     assert lines, start
     return [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+@each_page
+def test_metrics_exist(page: Path) -> None:
+    names = {family.name for family in Metrics().families}
+    histograms = {family.name for family in Metrics().families if family.type == "histogram"}
+    names |= {f"{name}_{series}" for name in histograms for series in ("bucket", "sum", "count")}
+    assert set(re.findall(r"\bwaypoint_\w+", text_of(page))) - names == set()
+
+
+def test_lines_of_the_log_are_as_shown() -> None:
+    source = (ROOT / "endpoints" / "answer_record.py").read_text(encoding="utf-8")
+    logged = re.sub(r'"\n\s+"', "", source)
+    lines = blocks(MONITORING, "text")
+    assert len(lines) == 2
+    for line in lines:
+        shape = re.sub(r"\((stop_token|cancelled)\)", "({})", line.strip())
+        shape = re.sub(r"\d+\.\d\d|\d+", lambda number: "{:.2f}" if "." in number[0] else "{}", shape)
+        assert shape in logged
 
 
 def test_bundled_templates_are_as_shown() -> None:
@@ -372,7 +394,7 @@ def examples(page: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("page", "number"),
-    [(page, number) for page in (USAGE, CHAT, TOOLS, REASONING) for number in range(len(examples(page)))],
+    [(page, number) for page in (USAGE, CHAT, TOOLS, REASONING, CACHING) for number in range(len(examples(page)))],
 )
 def test_examples(page: Path, number: int, example_server: RunningServer, example_variables: Mapping[str, str]) -> None:
     assert run_shell(examples(page)[number], example_server, example_variables).strip()
