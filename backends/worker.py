@@ -8,15 +8,17 @@ other threads touch only bytes: the one that reads stdin, and the interpreter's 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeAlias
 
 from loguru import logger
 
@@ -26,6 +28,10 @@ from common.caching import CacheChange, CacheExplanation, CacheState, PlanBasis
 from common.config_models import LoadSettings
 from common.errors import EngineFailed, ErrorRecord, ModelLoadFailed, ServerError
 from common.generation import Event, GenerationRequest, TextSpan
+from common.logger import ToLoguru
+
+if TYPE_CHECKING:
+    from loguru import Message
 
 
 class Job(Protocol):
@@ -114,12 +120,14 @@ class Worker:
         threading.Thread(target=self._read, args=(loop,), name="stdin", daemon=True).start()
         logger.remove()
         logger.add(
-            lambda entry: self._send(messages.Log(level=entry.record["level"].name, message=str(entry).rstrip())),
+            partial(self._tell, loop),
             level="DEBUG",  # the server keeps what its own settings ask for
             format="{message}",
             backtrace=False,
             diagnose=False,  # values of variables may be prompts
         )
+        # The engine's own warnings, as of a disk tier that cannot be written any more.
+        logging.basicConfig(handlers=[ToLoguru()], level=logging.WARNING, force=True)
         try:
             container = await self._bring_up()
         except ServerError as error:
@@ -239,6 +247,15 @@ class Worker:
                     return messages.Explained(id=call.id, explanation=container.explain(call.request))
         except Exception as error:
             return messages.Failed(id=call.id, error=_record(error))
+
+    def _tell(self, loop: asyncio.AbstractEventLoop, entry: Message) -> None:
+        """Send a line of the log, in the loop's thread: the engine has others, which log too."""
+        message = messages.Log(level=entry.record["level"].name, message=str(entry).rstrip())
+        if threading.current_thread() is threading.main_thread():
+            self._send(message)
+            return
+        with suppress(RuntimeError):  # the loop is closed: the process ends
+            loop.call_soon_threadsafe(self._send, message)
 
     def _send(self, message: FromEngine) -> None:
         # Blocks when the server does not read: the engine shall not run ahead of it without bounds.

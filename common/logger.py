@@ -44,7 +44,7 @@ def setup_logging(settings: LoggingConfig, directory: Path = LOG_DIRECTORY) -> N
             backtrace=False,
             diagnose=False,
         )
-    logging.basicConfig(handlers=[_ToLoguru()], level=logger.level(settings.log_level).no, force=True)
+    logging.basicConfig(handlers=[ToLoguru()], level=logger.level(settings.log_level).no, force=True)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
@@ -85,7 +85,7 @@ def _file_format(record: Record) -> str:
     return "{time:YYYY-MM-DD HH:mm:ss.SSSZ} {level: <8} {name}:{line} " + request + "{message}\n{exception}"
 
 
-class _ToLoguru(logging.Handler):
+class ToLoguru(logging.Handler):
     """Hands records of the standard library on to loguru."""
 
     def emit(self, record: logging.LogRecord) -> None:

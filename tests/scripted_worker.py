@@ -10,8 +10,10 @@ is skipped. Every request that arrives is appended to SCRIPT + ".history", one J
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -82,6 +84,7 @@ class ModelScript(msgspec.Struct, frozen=True, kw_only=True):
     modules: int = 3
     max_seq_len: int = 4096
     recurrent: bool = True
+    warning: str | None = None  # of a thread of the engine, as it loads
     flush_seconds: float = 0.0  # that it takes to write the cache to disk
     control_tokens: list[ControlToken] = []
 
@@ -261,6 +264,10 @@ class ScriptedContainer:
 
     async def create_generator(self) -> None:
         print("a stray line on stdout")
+        if self._model.warning is not None:
+            thread = threading.Thread(target=logging.getLogger("engine").warning, args=(self._model.warning,))
+            thread.start()
+            thread.join()
 
     def info(self) -> ModelInfo:
         model = self._settings.model

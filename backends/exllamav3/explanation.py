@@ -166,7 +166,7 @@ def _compared(case: _Case) -> str:
         case "unknown":
             return "No earlier prompt that is still known begins like this one"
         case "repeats":
-            return "This prompt was served before"
+            return "All of this prompt was served before"
         case "goes on":
             return f"This prompt goes on from an earlier one of {case.common:,} tokens"
         case "differs":

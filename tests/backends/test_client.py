@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
+from loguru import logger
 
 from backends.client import EngineClient, Generation
 from backends.messages import LoadProgress
@@ -58,6 +59,16 @@ async def test_load_reports_every_module_and_the_model(scripted: ScriptedEngine)
     assert client.info.checkpoints is not None
     assert client.info.checkpoints.interval == 1024
     await client.close()
+
+
+async def test_a_warning_of_a_thread_of_the_engine_is_one_in_the_log(scripted: ScriptedEngine) -> None:
+    levels: dict[str, str] = {}
+    sink = logger.add(lambda line: levels.update({line.record["message"]: line.record["level"].name}), level="INFO")
+    script = Script(models={"alpha": ModelScript(warning="The disk is full.")}, plays=[Play()])
+    async with serving(scripted, script) as client:
+        assert await text_of(await client.generate(ask())) == "Hello world"
+    logger.remove(sink)
+    assert levels["[engine alpha] The disk is full."] == "WARNING"
 
 
 async def test_events_come_in_order_and_end_with_finish(scripted: ScriptedEngine) -> None:

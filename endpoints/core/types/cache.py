@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from backends.exllamav3.checkpoints import CheckpointPlan, plan_for
 from common import caching
+from common.boundaries import MAX_BOUNDARIES
 from common.caching import PlanBasis, TierName
 from common.config_models import PAGE_TOKENS
 from common.sampling import NonNegative, RequestModel
@@ -142,7 +143,7 @@ def _listed(values: object) -> object:
 
 
 _Pages: TypeAlias = Annotated[int, Field(gt=0, multiple_of=PAGE_TOKENS)]
-_Positions: TypeAlias = Annotated[list[NonNegative], BeforeValidator(_listed)]
+_Positions: TypeAlias = Annotated[list[NonNegative], BeforeValidator(_listed), Field(max_length=MAX_BOUNDARIES)]
 
 
 class CachePlanQuery(RequestModel):

@@ -82,7 +82,7 @@ async def test_the_same_prompt_again(hybrid: ExllamaV3Container) -> None:
     explanation = explained(hybrid, prompt_of(600))
     assert figures(explanation) == (512, 512)
     assert explanation.difference is None
-    assert explanation.reason == "This prompt was served before; its first 512 tokens are cached."
+    assert explanation.reason == "All of this prompt was served before; its first 512 tokens are cached."
 
 
 async def test_a_prompt_that_goes_on(hybrid: ExllamaV3Container) -> None:
@@ -182,16 +182,16 @@ async def test_pages_that_were_dropped(hybrid: ExllamaV3Container) -> None:
     assert 512 <= left < 2048
     assert explanation.resumed_tokens == 512
     assert (
-        f"This prompt was served before; its first {left:,} tokens are cached; what was cached from token {left:,} on "
-        "was dropped to make room, which a larger cache_size or memory.sysmem_kv_cache prevents"
+        f"All of this prompt was served before; its first {left:,} tokens are cached; what was cached from token "
+        f"{left:,} on was dropped to make room, which a larger cache_size or memory.sysmem_kv_cache prevents"
     ) in explanation.reason
 
 
 async def test_a_prompt_shorter_than_a_page(hybrid: ExllamaV3Container) -> None:
     await serve(hybrid, prompt_of(256))
     assert explained(hybrid, prompt_of(256)).reason == (
-        "This prompt was served before; only full pages of 256 tokens before the last token are kept, and this prompt "
-        "has none."
+        "All of this prompt was served before; only full pages of 256 tokens before the last token are kept, and this "
+        "prompt has none."
     )
 
 
@@ -217,7 +217,7 @@ async def test_anothers_prompt_is_not_shown(hybrid: ExllamaV3Container) -> None:
     assert explanation.difference is None, "where a prompt of one's own departs says nothing about what is cached"
     assert explanation.reason.startswith("This prompt differs from the nearest earlier one at token 300; its first 768")
     assert explained(hybrid, changed(prompt_of(900), 300), owner="b").reason == (
-        "This prompt was served before; its first 768 tokens are cached."
+        "All of this prompt was served before; its first 768 tokens are cached."
     )
 
 
@@ -263,9 +263,9 @@ async def test_more_in_host_ram_than_fits_at_once(tiny_hybrid: Path) -> None:
         explanation = explained(container, prompt_of(1500))
         assert (*figures(explanation), explanation.ram_tokens) == (1280, 1024, 512)
         assert explanation.reason == (
-            "This prompt was served before; its first 1,280 tokens are cached; the last usable checkpoint is at 1,024, "
-            "so 256 of these are processed again; the pages up to a later one cannot all be brought back through "
-            "memory.sysmem_kv_cache, so a larger one helps."
+            "All of this prompt was served before; its first 1,280 tokens are cached; the last usable checkpoint is at "
+            "1,024, so 256 of these are processed again; the pages up to a later one cannot all be brought back "
+            "through memory.sysmem_kv_cache, so a larger one helps."
         )
         answer = await answered(container, prompt_of(1500), max_tokens=1)
         assert answer.finish.usage.cached_tokens == 1024

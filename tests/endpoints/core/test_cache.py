@@ -451,6 +451,7 @@ def test_a_plan_of_another_model(server: RunningServer) -> None:
         ("prompt_tokens=9&sysmem_recurrent_cache=-1", "sysmem_recurrent_cache"),
         ("prompt_tokens=9&boundaries=1,x", "boundaries"),
         ("prompt_tokens=9&boundaries=1,50", "boundaries.1"),
+        (f"prompt_tokens=9&boundaries={'1,' * 16}1", "boundaries"),
         ("prompt_tokens=9&format=gif", "format"),
     ],
 )
