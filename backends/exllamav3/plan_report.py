@@ -59,10 +59,7 @@ def describe_plan(model: str, basis: PlanBasis, plan: CheckpointPlan, boundaries
 
 
 def describe_without_checkpoints(model: str) -> str:
-    return (
-        f"{model} has no recurrent layers and needs no checkpoints: an edit costs what follows it, from the beginning "
-        f"of its page of {PAGE_TOKENS} tokens."
-    )
+    return f"{model} has no recurrent layers and needs no checkpoints: an edit costs what follows it."
 
 
 def _describe_marks(plan: CheckpointPlan) -> Iterator[str]:
