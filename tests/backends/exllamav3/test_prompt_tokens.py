@@ -274,9 +274,10 @@ def assert_placed(encoder: PromptEncoder, text: str, place: int, *, short: int =
     assert encoder.encode_placed(text, [place], add_bos=True, **options)[1] in ([count], [count + 1])
     if encoder._tokenizer.unk_token_id in ids:
         return  # what such a token stands for is not in it
-    wanted = comparable(text[:place])
-    assert wanted.startswith(comparable(decoded(encoder, ids[:count])))
-    assert comparable(decoded(encoder, ids[: count + short])).startswith(wanted)
+    wanted, said = comparable(text[:place]), comparable(decoded(encoder, ids[:count]))
+    assert wanted.startswith(said)
+    # The library decodes a byte before the first one of a character that is cut off as if it were broken too.
+    assert said == wanted or comparable(decoded(encoder, ids[: count + short])).startswith(wanted)
 
 
 @QUICK
@@ -378,7 +379,7 @@ def test_ids_equal_transformers_for_a_real_tokenizer(smollm2: Path) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=st.one_of(TEXTS, st.text(st.characters(max_codepoint=0xFFFF))), data=st.data())
+@given(text=st.one_of(TEXTS, st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]))), data=st.data())
 def test_places_with_a_real_tokenizer(smollm2: Path, text: str, data: st.DataObject) -> None:
     encoder = _smollm2_encoder(smollm2)
     place = data.draw(st.integers(0, len(text)))
