@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
+from backends.exllamav3.checkpoints import page_floor
 from backends.exllamav3.engine import Generator, Sequence, Tensor, kernels
 from common.config_models import PAGE_TOKENS
 
@@ -117,7 +118,7 @@ def _found_in_prefill(generator: Generator, prompt: Any, table: Any) -> int:
     position: int = prompt.kv_position
     found = position
     while position < end_of_prefill:
-        window = min(_page_floor(position + generator.max_chunk_size), end_of_prefill)
+        window = min(page_floor(position + generator.max_chunk_size), end_of_prefill)
         last_page = -(-window // PAGE_TOKENS)
         index = position // PAGE_TOKENS
         while index < last_page and complete[index]:
@@ -126,7 +127,7 @@ def _found_in_prefill(generator: Generator, prompt: Any, table: Any) -> int:
             found += PAGE_TOKENS
         ahead = next((page for page in range(index, last_page) if complete[page]), None)
         end = window if ahead is None else ahead * PAGE_TOKENS
-        end = min(end, _page_floor(position + chunk_size))
+        end = min(end, page_floor(position + chunk_size))
         if end <= position:
             continue
         if position % PAGE_TOKENS == 0:
@@ -149,10 +150,6 @@ def _partial_match(table: Any, pages: list[Any], index: int, ids: Tensor) -> int
         ),
         default=0,
     )
-
-
-def _page_floor(position: int) -> int:
-    return position // PAGE_TOKENS * PAGE_TOKENS
 
 
 # --- copies that can be allocated from without a trace ---------------------------------------------------------------

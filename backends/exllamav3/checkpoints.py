@@ -173,7 +173,7 @@ def _prompt_distance(interval: int, chunk_size: int) -> int:
 
 def _exact_chunk(interval: int, chunk_size: int) -> int:
     """The largest chunk, up to the present one, whose ends include every multiple of `interval`."""
-    largest = min(chunk_size, interval) // PAGE_TOKENS * PAGE_TOKENS
+    largest = page_floor(min(chunk_size, interval))
     return next(chunk for chunk in range(largest, 0, -PAGE_TOKENS) if interval % chunk == 0)
 
 

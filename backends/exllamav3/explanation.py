@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from backends.exllamav3.cache_lookup import Lookup, leading_pages, look_up, page_in_vram, usable_hashes
+from backends.exllamav3.cache_lookup import Lookup, leading_pages, page_in_vram, usable_hashes
 from backends.exllamav3.checkpoints import INTERVAL_KEY, INTERVAL_PP_KEY, checkpoint_info, page_floor
 from backends.exllamav3.engine import Generator, Tensor
 from backends.exllamav3.jobs import CheckpointLedger
@@ -25,26 +25,25 @@ TOKENS_AROUND = 32
 def explain(
     generator: Generator,
     ids: Tensor,
+    found: Lookup,
     *,
     history: PromptHistory,
     ledger: CheckpointLedger,
     owner: str,
     decode: TokensToText,
     healed: bool = False,
-    new_pages: int = 1,
 ) -> CacheExplanation:
     """What a job with this prompt would find if the engine took it now, beside the earlier prompts of its owner.
 
     Args:
         ids: (1, tokens).
+        found: of these, at this moment.
         ledger: of the generator's checkpoints.
         decode: token ids to text, control tokens included.
         healed: whether the last token is sampled again.
-        new_pages: as for `look_up`.
     """
     tokens: list[int] = ids.flatten().tolist()
     served = ids[:, :-1] if healed else ids
-    found = look_up(generator, served, new_pages)
     nearest = history.nearest(owner, tokens)
     case = _case(generator, served, found, nearest, ledger, owner)
     differs = nearest is not None and case.relation == "differs" and not case.foreign

@@ -16,6 +16,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+from backends.exllamav3.cache_lookup import Lookup, look_up
 from backends.exllamav3.checkpoints import boundary_pages
 from backends.exllamav3.engine import AsyncGenerator, Job, Model, Tensor, Tokenizer, token_tensor
 from backends.exllamav3.explanation import explain
@@ -59,31 +60,36 @@ class Limits:
     allocation_boundary: int
 
 
-def start_job(
-    request: GenerationRequest,
-    *,
-    generator: AsyncGenerator,
-    tokenizer: Tokenizer,
-    encoder: PromptEncoder,
-    eos_token_ids: list[int],
-    add_bos: bool,
-    limits: Limits,
-    ledger: CheckpointLedger,
-    history: PromptHistory,
-) -> EngineJob | PromptJob:
-    """Tokenise, check and queue a request.
+@dataclass(frozen=True)
+class Served:
+    """A loaded model, and what its requests have in common.
 
-    Args:
+    Attributes:
         add_bos: whether a text gets a BOS token when the request does not say.
         ledger: of the generator's checkpoints.
-        history: of the prompts that it has served; this one is added when its job ends.
+        history: of the prompts that it has served; each is added when its job ends.
+    """
+
+    generator: AsyncGenerator
+    tokenizer: Tokenizer
+    encoder: PromptEncoder
+    eos_token_ids: list[int]
+    add_bos: bool
+    limits: Limits
+    ledger: CheckpointLedger
+    history: PromptHistory
+
+
+def start_job(request: GenerationRequest, served: Served) -> EngineJob | PromptJob:
+    """Tokenise, check and queue a request.
 
     Raises:
         ContextLengthExceeded: the prompt does not fit.
         InvalidRequest: the prompt is empty or holds ids outside the vocabulary, or no token may be sampled.
         Unsupported: the prompt is too long for its log-probabilities.
     """
-    prompt = _read_prompt(request, generator, tokenizer, encoder, add_bos, limits)
+    generator, tokenizer, eos_token_ids = served.generator, served.tokenizer, served.eos_token_ids
+    prompt = _read_prompt(request, served)
     prompt_tokens = prompt.ids.shape[-1]
     tokens = token_bytes(tokenizer)
     echo = _prompt_echo(request, prompt.ids, generator, tokenizer) if request.echo else None
@@ -91,17 +97,16 @@ def start_job(
         return PromptJob(prompt_tokens, echo)
 
     window = request.sampling.loop_detect_window
-    budget = _thought_budget(request.thoughts, tokenizer, encoder, tokens)
+    budget = _thought_budget(request.thoughts, tokenizer, served.encoder, tokens)
     sampler = build_sampler(request.sampling, tokenizer, eos_token_ids, top_logprobs=request.logprobs, budget=budget)
     grammar = None
     if request.constraints:
         grammar = GrammarFilter(tokenizer, request.constraints, eos_token_ids, sampler.banned)
 
-    explained = partial(_explain_prompt, request, prompt, generator, tokenizer, ledger, history)
     placement = Placement(
-        ledger,
+        served.ledger,
         boundary_pages(prompt.boundaries, prompt_tokens - (prompt.healed is not None)),
-        explained if request.explain_cache else None,
+        partial(_explain_prompt, request, prompt, served) if request.explain_cache else None,
     )
     try:
         job = AsyncCheckpointJob(
@@ -117,41 +122,33 @@ def start_job(
             decode_special_tokens=True,  # the parsers of reasoning and tool calls look for them
             banned_strings=request.banned_strings or None,
             token_healing=prompt.healed is not None,
-            max_rq_tokens=limits.max_rq_tokens,
+            max_rq_tokens=served.limits.max_rq_tokens,
             # Each token of the window costs memory, and one that the answer cannot fill finds nothing.
             stop_on_loop=(window, LOOP_REPETITIONS) if LOOP_REPETITIONS < window <= prompt.max_new_tokens else None,
         )
     except AssertionError as error:  # the engine's check of a job, such as of the length of banned strings
         raise InvalidRequest(f"The engine cannot serve this request: {error}") from error
     prefix = b"" if prompt.healed is None else tokens[prompt.healed]
-    return EngineJob(request, job, prompt_tokens, sampler, grammar, budget, tokens, echo, prefix, history)
+    return EngineJob(request, job, prompt_tokens, sampler, grammar, budget, tokens, echo, prefix, served.history)
 
 
-def explain_request(
-    request: GenerationRequest,
-    *,
-    generator: AsyncGenerator,
-    tokenizer: Tokenizer,
-    encoder: PromptEncoder,
-    add_bos: bool,
-    limits: Limits,
-    ledger: CheckpointLedger,
-    history: PromptHistory,
-) -> CacheExplanation:
-    """What the job of a request would find in the caches. The arguments and errors are those of `start_job`."""
-    prompt = _read_prompt(request, generator, tokenizer, encoder, add_bos, limits)
+def explain_request(request: GenerationRequest, served: Served) -> CacheExplanation:
+    """What the job of a request would find in the caches. Errors as for `start_job`."""
+    generator = served.generator.generator
+    prompt = _read_prompt(request, served)
     job = Job(
         input_ids=prompt.ids,
         max_new_tokens=prompt.max_new_tokens,
         token_healing=prompt.healed is not None,
-        max_rq_tokens=limits.max_rq_tokens,
+        max_rq_tokens=served.limits.max_rq_tokens,
     )
     try:
-        job.prepare_for_queue(generator.generator, serial_number=0)
+        job.prepare_for_queue(generator, serial_number=0)
     except AssertionError as error:
         raise InvalidRequest(f"The engine cannot serve this request: {error}") from error
-    new_pages: int = job.sequences[0].new_unique_pages
-    return _explain_prompt(request, prompt, generator, tokenizer, ledger, history, new_pages)
+    (sequence,) = job.sequences
+    found = look_up(generator, sequence.sequence_ids.torch(), sequence.new_unique_pages)
+    return _explain_prompt(request, prompt, served, found)
 
 
 @dataclass(frozen=True)
@@ -170,16 +167,10 @@ class _Prompt:
     healed: int | None
 
 
-def _read_prompt(
-    request: GenerationRequest,
-    generator: AsyncGenerator,
-    tokenizer: Tokenizer,
-    encoder: PromptEncoder,
-    add_bos: bool,
-    limits: Limits,
-) -> _Prompt:
-    recurrent = generator.generator.recurrent_cache is not None
-    ids, boundaries = _prompt_ids(request, tokenizer, encoder, add_bos, placed=recurrent)
+def _read_prompt(request: GenerationRequest, served: Served) -> _Prompt:
+    limits = served.limits
+    recurrent = served.generator.generator.recurrent_cache is not None
+    ids, boundaries = _prompt_ids(request, served, placed=recurrent)
     max_new_tokens = validate_context_requirements(
         ids.shape[-1],
         limits.max_seq_len,
@@ -190,28 +181,20 @@ def _read_prompt(
     )
     # The engine keeps the token that it heals out of its filters, so what that adds to the prompt could be anything.
     filtered = bool(request.constraints) or (request.thoughts is not None and request.thoughts.budget is not None)
-    healed = _healed_token(ids, tokenizer) if request.token_healing and not filtered else None
+    healed = _healed_token(ids, served.tokenizer) if request.token_healing and not filtered else None
     return _Prompt(ids, boundaries, max_new_tokens, healed)
 
 
-def _explain_prompt(
-    request: GenerationRequest,
-    prompt: _Prompt,
-    generator: AsyncGenerator,
-    tokenizer: Tokenizer,
-    ledger: CheckpointLedger,
-    history: PromptHistory,
-    new_pages: int,
-) -> CacheExplanation:
+def _explain_prompt(request: GenerationRequest, prompt: _Prompt, served: Served, found: Lookup) -> CacheExplanation:
     return explain(
-        generator.generator,
+        served.generator.generator,
         prompt.ids,
-        history=history,
-        ledger=ledger,
+        found,
+        history=served.history,
+        ledger=served.ledger,
         owner=request.owner,
-        decode=partial(_text, tokens=token_bytes(tokenizer)),
+        decode=partial(_text, tokens=token_bytes(served.tokenizer)),
         healed=prompt.healed is not None,
-        new_pages=new_pages,
     )
 
 
@@ -444,21 +427,19 @@ def _prompt_echo(
     return PromptEcho(text, token_ids, engine.model, tokenizer.actual_vocab_size, tokens, request.logprobs)
 
 
-def _prompt_ids(
-    request: GenerationRequest, tokenizer: Tokenizer, encoder: PromptEncoder, add_bos: bool, *, placed: bool
-) -> tuple[Tensor, list[int]]:
+def _prompt_ids(request: GenerationRequest, served: Served, *, placed: bool) -> tuple[Tensor, list[int]]:
     """The prompt and, where `placed`, its boundaries in tokens."""
     boundaries: list[int] = request.cache_boundaries if placed else []
     if isinstance(request.prompt, str):
-        ids, boundaries = encoder.encode_placed(
+        ids, boundaries = served.encoder.encode_placed(
             request.prompt,
             boundaries,
-            add_bos=add_bos if request.add_bos is None else request.add_bos,
+            add_bos=served.add_bos if request.add_bos is None else request.add_bos,
             encode_special_tokens=request.encode_special_tokens,
             literals=request.literals,
         )
     else:
-        check_token_ids(request.prompt, tokenizer.actual_vocab_size, "prompt")
+        check_token_ids(request.prompt, served.tokenizer.actual_vocab_size, "prompt")
         ids = request.prompt
         boundaries = [boundary for boundary in boundaries if 0 <= boundary <= len(ids)]
     if not ids:

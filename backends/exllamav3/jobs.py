@@ -18,8 +18,8 @@ from common.caching import CacheExplanation, TierName
 from common.config_models import PAGE_TOKENS
 from common.errors import SettingsError
 
-# Pages that a job claims beyond the complete ones of its prompt -> why so much of that is cached, and not more.
-Explain: TypeAlias = Callable[[int], CacheExplanation]
+# What the caches have of a prompt -> why so much of it, and not more.
+Explain: TypeAlias = Callable[[Lookup], CacheExplanation]
 
 # Methods of the engine's Job that are replaced here, and their parameters.
 REPLACED = {
@@ -218,7 +218,7 @@ class CheckpointJob(Job):  # type: ignore[misc]  # the engine has no annotations
         if recurrent:
             self._anchors = self._anchor_keys()
         if self.placement.explain is not None:
-            self.explanation = self.placement.explain(sequence.new_unique_pages)
+            self.explanation = self.placement.explain(found)
         metrics = self.pagetable.metrics
         tier, disk = metrics["alloc_tier_pages"], metrics["alloc_disk_pages"]
         super().allocate_pages()

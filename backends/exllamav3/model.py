@@ -15,12 +15,14 @@ from backends.exllamav3.checkpoint_target import choose, in_seconds
 from backends.exllamav3.checkpoints import (
     DEFAULT_INTERVAL,
     DEFAULT_INTERVAL_PP,
+    MIB,
     CheckpointIntervals,
     advise,
     checkpoint_bytes,
     checkpoint_info,
     describe,
     describe_price,
+    page_ceil,
 )
 from backends.exllamav3.engine import (
     DEVICE,
@@ -38,7 +40,7 @@ from backends.exllamav3.engine import (
     smallest_compute_capability,
     token_tensor,
 )
-from backends.exllamav3.generation import EngineJob, Limits, PromptJob, explain_request, start_job
+from backends.exllamav3.generation import EngineJob, Limits, PromptJob, Served, explain_request, start_job
 from backends.exllamav3.jobs import CheckpointLedger
 from backends.exllamav3.options import (
     check_pair,
@@ -60,7 +62,6 @@ from common.errors import InvalidRequest, Unsupported, check_token_ids
 from common.generation import GenerationRequest, TextSpan
 from common.model_folder import model_folder
 
-MIB = 1024**2
 DEFAULT_MAX_SEQ_LEN = 8192  # where neither the user nor the model's config names one
 DEFAULT_MAX_BATCH_SIZE = 128
 DEFAULT_MAX_BATCH_SIZE_RECURRENT = 4  # small, since such models hold a state for each slot in VRAM
@@ -211,14 +212,14 @@ class ExllamaV3Container:
                 f"{self.directory.name} does not say how long its context is; max_seq_len is {max_seq_len}. "
                 "Set model.max_seq_len if it can do more."
             )
-        cache_size = _round_up(model.cache_size or max_seq_len)
+        cache_size = page_ceil(model.cache_size or max_seq_len)
         if max_seq_len > cache_size:
             self.warnings.append(
                 f"max_seq_len {max_seq_len} is larger than the cache; it is lowered to cache_size {cache_size}."
             )
             max_seq_len = cache_size
         default_batch = DEFAULT_MAX_BATCH_SIZE_RECURRENT if self.recurrent else DEFAULT_MAX_BATCH_SIZE
-        chunk_size = _round_up(model.chunk_size)
+        chunk_size = page_ceil(model.chunk_size)
         if chunk_size != model.chunk_size:
             self.warnings.append(f"chunk_size {model.chunk_size} is rounded up to {chunk_size}, a multiple of 256.")
         check_shared_chunk(model, chunk_size)
@@ -475,26 +476,18 @@ class ExllamaV3Container:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def start(self, request: GenerationRequest) -> EngineJob | PromptJob:
+        return start_job(request, self._served())
+
+    def explain(self, request: GenerationRequest) -> CacheExplanation:
+        return explain_request(request, self._served())
+
+    def _served(self) -> Served:
         assert self.generator is not None
-        return start_job(
-            request,
+        return Served(
             generator=self.generator,
             tokenizer=self.tokenizer,
             encoder=self.encoder,
             eos_token_ids=self.eos_token_ids,
-            add_bos=self.add_bos,
-            limits=self._limits(),
-            ledger=self.ledger,
-            history=self.history,
-        )
-
-    def explain(self, request: GenerationRequest) -> CacheExplanation:
-        assert self.generator is not None
-        return explain_request(
-            request,
-            generator=self.generator,
-            tokenizer=self.tokenizer,
-            encoder=self.encoder,
             add_bos=self.add_bos,
             limits=self._limits(),
             ledger=self.ledger,
@@ -593,7 +586,3 @@ def _progress(component: ModelComponent, steps: Iterator[tuple[int, int]]) -> It
     for module, modules in steps:
         if module > 0:  # the engine also reports before the first module
             yield LoadProgress(component=component, module=module, modules=modules)
-
-
-def _round_up(tokens: int) -> int:
-    return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS

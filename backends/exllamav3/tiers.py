@@ -15,13 +15,13 @@ from typing import Any
 
 from loguru import logger
 
+from backends.exllamav3.checkpoints import MIB
 from backends.exllamav3.engine import Cache, Generator, check_host_memory
 from backends.exllamav3.options import changed
 from common.caching import CacheChange
 from common.config_models import PAGE_TOKENS, MemoryConfig
 from common.errors import InvalidRequest, ModelLoadFailed
 
-MIB = 1024**2
 # MB of host RAM where only a tier on disk is asked for, which is written and read through host RAM.
 DISK_NEEDS_RAM_MB = 1024
 # The engine's limits of a tier in host RAM: fewer pages are refused, and a slot is a multiple of so many bytes.

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from backends.exllamav3.checkpoints import MIB
 from backends.exllamav3.engine import AsyncGenerator, Cache, Generator
-from backends.exllamav3.model import MIB, ExllamaV3Container
+from backends.exllamav3.model import ExllamaV3Container
 from backends.exllamav3.options import (
     CORPUS_IDENTITY,
     CORPUS_MAGIC,

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from backends.exllamav3.checkpoints import MIB
 from backends.exllamav3.engine import Generator
 from backends.exllamav3.model import ExllamaV3Container
-from backends.exllamav3.tiers import DISK_NEEDS_RAM_MB, MIB, page_bytes, plan_tiers, write_to_disk
+from backends.exllamav3.tiers import DISK_NEEDS_RAM_MB, page_bytes, plan_tiers, write_to_disk
 from common.caching import CacheChange
 from common.config_models import MemoryConfig
 from common.errors import InvalidRequest, ModelLoadFailed
