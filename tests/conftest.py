@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The same examples in every run, so that a change fails for what it does; `scripts/test --all` looks for new ones.
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is there by now, a million objects, from the garbage collector.
+
+    The engine runs it several times a load, half a second each in a process that has collected all tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -117,7 +117,10 @@ class TestEnvironment:
         assert answer.stdout == "ARGUMENTS ['--model-name', 'm'] GPUS ''\n"
         assert answer.returncode == 7
 
-    def test_an_interrupted_installation_is_finished_with_the_same_choices(self, new_project: Project) -> None:
+    @pytest.mark.parametrize("pip_is_broken", [False, pytest.param(True, marks=pytest.mark.slow)])
+    def test_an_interrupted_installation_is_finished_with_the_same_choices(
+        self, new_project: Project, pip_is_broken: bool
+    ) -> None:
         (new_project.root / "pyproject.toml").write_text(PYPROJECT.replace("pip>=1", "./absent"))
         failed = new_project.run("--install-only", "--extra", "plots")
         assert failed.returncode == 1
@@ -125,7 +128,8 @@ class TestEnvironment:
         assert new_project.record().inputs == ""
 
         (new_project.root / "pyproject.toml").write_text(PYPROJECT)
-        new_project.break_pip()
+        if pip_is_broken:
+            new_project.break_pip()
         assert new_project.run("--install-only").returncode == 0
         assert new_project.record().extras == ["plots"]
         assert new_project.record().inputs != ""
@@ -165,7 +169,8 @@ class TestGPU:
         assert new_project.record().flavour == "cuda"
         assert new_project.record().inputs == ""
 
-    def test_cpu_is_kept_until_reinstall(self, new_project: Project) -> None:
+    @pytest.mark.slow
+    def test_a_reinstall_starts_from_nothing(self, new_project: Project) -> None:
         new_project.program("nvidia-smi", "echo 'GPU 0: Some Card (UUID: GPU-1)'")
         assert "for the CPU" in new_project.run("--install-only", "--cpu").stdout
         assert new_project.run("--install-only").stdout == ""
@@ -184,6 +189,7 @@ class Pip:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, ...]] = []
         monkeypatch.setattr(start, "pip_install", lambda *arguments: self.calls.append(arguments))
+        monkeypatch.setattr(start, "compile_packages", lambda: None)
         monkeypatch.setattr(start, "try_engine", lambda: None)
 
 
@@ -196,6 +202,44 @@ def test_a_record_without_its_python_counts_for_nothing(tmp_path: Path, monkeypa
     assert start.recorded_installation() == installation()
     (tmp_path / "record.json").write_text('{"of": "another version"}')
     assert start.recorded_installation() is None
+
+
+def test_the_flavour_is_kept_until_reinstall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = Pip(monkeypatch)
+    monkeypatch.setattr(start, "PYTHON", tmp_path / "python")
+    monkeypatch.setattr(start, "RECORD", tmp_path / "record.json")
+    monkeypatch.setattr(start, "create_environment", lambda *, anew: start.PYTHON.touch())
+    monkeypatch.setattr(start, "list_gpus", lambda: ["GPU 0: Some Card"])
+
+    def prepared(*options: str) -> str:
+        return start.prepare(start.parse_arguments([*options, "--install-only"])[0]).flavour
+
+    assert [prepared("--cpu"), prepared()] == ["cpu", "cpu"]
+    assert len(pip.calls) == 1
+    assert prepared("--reinstall") == "cuda"
+    assert len(pip.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("python", "pip_status", "anew", "made"),
+    [(False, 0, False, True), (True, 0, False, False), (True, 1, False, True), (True, 0, True, True)],
+    ids=["none", "complete", "without pip", "reinstall"],
+)
+def test_an_environment_is_made_where_none_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: bool, pip_status: int, anew: bool, made: bool
+) -> None:
+    monkeypatch.setattr(start, "PYTHON", tmp_path / "python")
+    if python:
+        start.PYTHON.touch()
+    commands: list[tuple[str | Path, ...]] = []
+
+    def run(*command: str | Path) -> int:
+        commands.append(command)
+        return pip_status if "pip" in command else 0
+
+    monkeypatch.setattr(start, "run", run)
+    start.create_environment(anew=anew)
+    assert ((sys.executable, "-m", "venv", "--clear", start.VENV) in commands) == made
 
 
 def installation(**changes: str) -> start.Installation:

@@ -13,8 +13,8 @@ import pytest
 
 from tests.serving import ServerProcess, served
 
-PROMPT = [5 + i % 900 for i in range(1500)]
-FULL_PAGES = 1280
+PROMPT = [5 + i % 900 for i in range(800)]
+FULL_PAGES = 768
 # The folder is relative to the server's working directory; every checkpoint is kept.
 DISK = ("--disk-cache-dir", "kept/on disk", "--disk-cache-checkpoint-interval", "0", "--sysmem-kv-cache", "32")
 SMALL = ("--cache-size", "4096", "--max-seq-len", "4096")

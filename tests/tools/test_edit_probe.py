@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.serving import ServerProcess
 from tools import edit_probe
 from tools.edit_probe import (
     WORDS,
@@ -302,37 +303,59 @@ EDIT_COST = {
     "512:512:512": ((512, 512, 512), [5265, 4241, 3729, 2705, 1681, 1169]),
     "256:256:256": ((256, 256, 256), [5009, 3985, 3473, 2705, 1681, 913]),
 }
+# The same of short prompts, so that no row takes long.
+SHORT_PROMPT_TOKENS = 1400
+SHORT_EDITS = (276, 800, 1300)
+SHORT_EDIT_COST = {
+    "256:-:-": ((256, 32768, 2048), [1399, 1399, 119]),
+    "256:512:256": ((256, 512, 256), [1399, 887, 119]),
+}
 
 
-# Each row prefills some 60,000 tokens; these two tell most about the schedule.
-ALWAYS = {"1024:1024:1024", "2048:-:-"}
-
-
-@pytest.mark.parametrize(
-    "sweep", [pytest.param(row, marks=() if row in ALWAYS else pytest.mark.slow) for row in EDIT_COST]
-)
-def test_on_the_tiny_hybrid_every_cell_of_the_table_is_met(
-    real_server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], sweep: str
+@pytest.mark.parametrize("sweep", SHORT_EDIT_COST)
+def test_on_the_tiny_hybrid_every_edit_costs_what_it_must(
+    real_server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str], sweep: str
 ) -> None:
+    settings, tokens = SHORT_EDIT_COST[sweep]
+    short = ("--prompt-tokens", str(SHORT_PROMPT_TOKENS), "--edits", ",".join(map(str, SHORT_EDITS)))
+    row = probed(real_server, tmp_path, capsys, "--sweep", sweep, *short)
+    assert tuple(row["settings"].values()) == settings
+    assert [edit["position"] for edit in row["edits"]] == list(SHORT_EDITS)
+    assert [edit["tokens"] for edit in row["edits"]] == tokens
+    assert row["cold"]["tokens"] == SHORT_PROMPT_TOKENS - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sweep", EDIT_COST)
+def test_on_the_tiny_hybrid_every_cell_of_the_table_is_met(
+    real_server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str], sweep: str
+) -> None:
+    """Each row prefills some 60,000 tokens."""
     settings, tokens = EDIT_COST[sweep]
-    status = main(
-        [
-            *("--base-url", real_server.base_url, "--model", real_server.model),
-            *("--api-key", real_server.api_key, "--admin-key", real_server.admin_key),
-            *("--sweep", sweep, "--repeat", "1"),
-            *("--json", str(tmp_path / "report.json"), "--plot", str(tmp_path / "plot.png")),
-        ]
-    )
-    printed = capsys.readouterr()
-    assert status == 0, printed.err
-    assert "Positions are estimates" not in printed.out
-    assert ", ".join(map(str, settings)) in printed.out
-    assert (tmp_path / "plot.png").read_bytes().startswith(PNG_SIGNATURE)
-    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    assert report["positions_exact"]
-    (row,) = report["rows"]
+    row = probed(real_server, tmp_path, capsys, "--sweep", sweep)
     assert tuple(row["settings"].values()) == settings
     assert [edit["position"] for edit in row["edits"]] == list(edit_probe.EDITS)
     assert [edit["tokens"] for edit in row["edits"]] == tokens
     assert row["cold"]["tokens"] == edit_probe.PROMPT_TOKENS - 1
     assert row["unedited"]["tokens"] == 145
+
+
+def probed(server: ServerProcess, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> Any:
+    """The only row of a report, after a look at what is printed and drawn."""
+    status = main(
+        [
+            *("--base-url", server.base_url, "--model", str(server.model)),
+            *("--api-key", server.api_key, "--admin-key", server.admin_key),
+            *("--repeat", "1", *options),
+            *("--json", str(folder / "report.json"), "--plot", str(folder / "plot.png")),
+        ]
+    )
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    assert "Positions are estimates" not in printed.out
+    assert (folder / "plot.png").read_bytes().startswith(PNG_SIGNATURE)
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    assert report["positions_exact"]
+    (row,) = report["rows"]
+    assert ", ".join(str(value) for value in row["settings"].values()) in printed.out
+    return row

@@ -43,7 +43,8 @@ from backends.exllamav3.engine import (
 )
 from tests.models import VOCABULARY
 
-FAMILIES = ["tiny_llama", "tiny_hybrid", "tiny_sliding", "tiny_conv", "tiny_moe"]
+MAIN_FAMILIES = ["tiny_llama", "tiny_hybrid", "tiny_sliding"]
+OTHER_FAMILIES = ["tiny_conv", "tiny_moe"]
 CHUNK = 512
 
 
@@ -113,7 +114,7 @@ def prompt(tokens: int) -> Tensor:
     return torch.randint(5, 1000, (1, tokens), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("fixture", FAMILIES)
+@pytest.mark.parametrize("fixture", [*MAIN_FAMILIES, *OTHER_FAMILIES])
 def test_decoding_continues_what_a_prefill_would_say(load: Callable[..., Loaded], fixture: str) -> None:
     """Tokens chosen one by one, over cache and recurrent state, are those that one pass without either prefers."""
     loaded, ids = load(fixture), prompt(700)
@@ -126,7 +127,9 @@ def test_decoding_continues_what_a_prefill_would_say(load: Callable[..., Loaded]
     assert (logits.amax(-1) - chosen).max() < 0.05  # of logits that are about 1 apart
 
 
-@pytest.mark.parametrize("fixture", FAMILIES)
+@pytest.mark.parametrize(
+    "fixture", [*MAIN_FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHER_FAMILIES)]
+)
 def test_a_prompt_that_was_seen_is_resumed(load: Callable[..., Loaded], fixture: str) -> None:
     loaded, ids = load(fixture), prompt(1500)
     generator = loaded.generator()
@@ -275,7 +278,15 @@ def test_probabilities_are_those_of_the_logits(llama: Loaded) -> None:
     assert tokens == 5
 
 
-@pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_hybrid", "tiny_sliding", "tiny_conv"])
+@pytest.mark.parametrize(
+    "fixture",
+    [
+        "tiny_hybrid",
+        "tiny_sliding",
+        pytest.param("tiny_llama", marks=pytest.mark.slow),
+        pytest.param("tiny_conv", marks=pytest.mark.slow),
+    ],
+)
 def test_ngram_drafting_changes_no_token(load: Callable[..., Loaded], fixture: str) -> None:
     # Verified tokens are rounded once, single ones at every step: a state in fp16 would differ at near ties.
     loaded, ids = load(fixture, recurrent_dtype=torch.float), prompt(100)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from backends.exllamav3.engine import ArgmaxSampler, Cache, Config, Generator, Job, Model, Tokenizer
 
-TOKENS = 50
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a small village by the sea,",
@@ -24,9 +23,8 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def sequences(smollm2: Path) -> list[Tensor]:
-    """Prompts with their answers, (1, prompt + TOKENS)."""
+def sequences(smollm2: Path, tokens: int) -> list[Tensor]:
+    """Prompts with their answers, (1, prompt + tokens)."""
     config = Config.from_directory(str(smollm2))
     model = Model.from_config(config)
     cache = Cache(model, max_num_tokens=2048)
@@ -36,7 +34,7 @@ def sequences(smollm2: Path) -> list[Tensor]:
     sequences = []
     for prompt in PROMPTS:
         ids = tokenizer.encode(prompt, encode_special_tokens=True)
-        generator.enqueue(Job(input_ids=ids, max_new_tokens=TOKENS, sampler=ArgmaxSampler()))
+        generator.enqueue(Job(input_ids=ids, max_new_tokens=tokens, sampler=ArgmaxSampler()))
         parts = [ids]
         while generator.num_remaining_jobs():
             parts += [chunk["token_ids"] for chunk in generator.iterate() if "token_ids" in chunk]
@@ -45,15 +43,16 @@ def sequences(smollm2: Path) -> list[Tensor]:
     return sequences
 
 
-def test_greedy_text_equals_that_of_transformers(smollm2: Path, sequences: list[Tensor]) -> None:
+@pytest.mark.parametrize("tokens", [12, pytest.param(50, marks=pytest.mark.slow)])
+def test_greedy_text_equals_that_of_transformers(smollm2: Path, tokens: int) -> None:
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     equal = 0
-    for prompt, ids in zip(PROMPTS, sequences, strict=True):
-        answer = ids[0, -TOKENS:]
+    for prompt, ids in zip(PROMPTS, sequences(smollm2, tokens), strict=True):
+        answer = ids[0, -tokens:]
         with torch.inference_mode():
-            logits = reference(ids).logits[0, -TOKENS - 1 : -1]
+            logits = reference(ids).logits[0, -tokens - 1 : -1]
         chosen = logits.gather(-1, answer.unsqueeze(-1))[:, 0]
         behind = (logits.amax(-1) - chosen).max().item()
         print(f"{prompt!r}: at most {behind:.4f} behind the best")
