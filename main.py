@@ -76,7 +76,8 @@ def export_openapi(settings: Settings, path: Path) -> None:
 
 def plan_checkpoints(loaded: LoadedSettings, asked: PlanArguments) -> str:
     """What `plan` prints. Raises `ServerError` and `SettingsError`."""
-    manager = ModelManager(Path(loaded.settings.model.model_dir))
+    network = loaded.settings.network
+    manager = ModelManager(Path(loaded.settings.model.model_dir), engine_timeout=network.engine_timeout)
     directory = find_model(manager, asked.model or loaded.settings.model.model_name)
     load = merge_load_settings(loaded.settings, model_directory=directory, command_line=loaded.command_line)
     basis = asyncio.run(manager.plan_basis(directory, load))
@@ -114,7 +115,7 @@ async def run_server(loaded: LoadedSettings) -> None:
     keys = None if settings.network.disable_auth else KeyStore.open()
     if keys is None:
         logger.warning("network.disable_auth is set: everybody who reaches this server is its administrator.")
-    manager = ModelManager(Path(settings.model.model_dir))
+    manager = ModelManager(Path(settings.model.model_dir), engine_timeout=settings.network.engine_timeout)
     presets = SamplerPresets()
     app = create_app(settings, manager, keys, presets)
     background = [asyncio.create_task(load_at_start(loaded, manager, presets))]
@@ -137,7 +138,7 @@ async def load_at_start(loaded: LoadedSettings, manager: ModelManager, presets: 
     try:
         directory = manager.resolve(name)
         load = merge_load_settings(loaded.settings, model_directory=directory, command_line=loaded.command_line)
-        check_load(directory, load, presets)
+        await check_load(directory, load, presets)
         async for progress in manager.load(directory, load):
             logger.debug("Loading {}: {} {}/{}", name, progress.component, progress.module, progress.modules)
     except Exception as error:

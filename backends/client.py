@@ -7,15 +7,15 @@ import contextlib
 import contextvars
 import itertools
 import sys
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from loguru import logger
 
 from backends import messages
+from backends.engine_process import EngineProcess
 from backends.messages import FromEngine, LoadProgress, ModelInfo, ToEngine
 from common.caching import CacheChange, CacheExplanation, CacheState, PlanBasis
 from common.config_models import LoadSettings
@@ -23,24 +23,22 @@ from common.errors import EngineFailed, ModelLoadFailed, ModelNotLoaded, Request
 from common.generation import Event, Finish, GenerationRequest, TextSpan
 
 WORKER_COMMAND = (sys.executable, "-m", "backends.worker")
-PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
-# Seconds before each attempt to bring a crashed engine back. A crash more than STABLE_SECONDS after the last start
-# begins anew; one that comes sooner goes on with the next delay, and past the last the model counts as failed.
-RESTART_DELAYS = (0.0, 2.0, 10.0)
-STABLE_SECONDS = 60.0
+# Seconds before each attempt to bring a crashed engine back. A crash more than STABLE_SECONDS after the engine was
+# ready begins anew; one that comes sooner goes on with the next delay, and past the last the model counts as failed.
+RESTART_DELAYS = (0.0, 2.0, 10.0, 30.0)
+STABLE_SECONDS = 30.0
 # How long an engine that was told to exit may say nothing before it is killed: one that has nothing to do but release
 # the GPU, and one that writes its cache to disk, which says how it gets on.
 SHUTDOWN_SECONDS = 10.0
 FLUSH_SECONDS = 60.0
-STDERR_LINES_KEPT = 30
 
 ClientState: TypeAlias = Literal["new", "prepared", "ready", "restarting", "failed", "closed"]
-_BuildCall: TypeAlias = Callable[[str], ToEngine]
+T = TypeVar("T")
 
 
 class Generation:
-    """One running request: iterate for its events, `cancel()` to end it early.
+    """One running request: iterate for its events or `follow()` them, `cancel()` to end it early.
 
     The iteration ends after a `Finish` or raises a `ServerError`. Use it as an async context manager: leaving the block
     cancels what has not finished, whatever the reason for leaving.
@@ -50,6 +48,7 @@ class Generation:
         self._client = client
         self._id = request_id
         self._events: asyncio.Queue[Event | ServerError] = asyncio.Queue()
+        self._hand_on: Callable[[Event | ServerError], None] = self._events.put_nowait
         self._accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         # An error that nobody waits for here is raised by the iteration; asyncio need not complain about it.
         self._accepted.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -74,6 +73,16 @@ class Generation:
             if isinstance(event, Finish):
                 return
 
+    def follow(self, receive: Callable[[Event | ServerError], None]) -> None:
+        """Instead of iterating: have each event, those that have come included, handed to a function when it comes.
+
+        Args:
+            receive: must not raise. A `Finish` or an error is the last that it gets.
+        """
+        while not self._events.empty():
+            receive(self._events.get_nowait())
+        self._hand_on = receive
+
     async def cancel(self) -> None:
         """End the request; a reader of the events gets `RequestCancelled`. Does nothing after the end."""
         await self._client._cancel(self._id)
@@ -91,20 +100,21 @@ class Generation:
             if not self._accepted.done():
                 self._accepted.set_result(message.prompt_tokens)
         else:
-            self._events.put_nowait(message.event)
+            self._hand_on(message.event)
 
     def _fail(self, error: ServerError) -> None:
         if not self._accepted.done():
             self._accepted.set_exception(error)
-        self._events.put_nowait(error)
+        self._hand_on(error)
 
 
 class EngineClient:
     """One engine process and the model in it.
 
     Life: `prepare()` -> `load()` -> any number of `generate()`, `encode()`, `decode()` -> `close()`. When the process
-    dies on its own, the requests in flight get `EngineFailed`, the process is started again and loads the same model;
-    requests that come meanwhile wait for it.
+    dies on its own, or hangs and is ended, the requests in flight get `EngineFailed`, the process is started again and
+    loads the same model; requests that come meanwhile wait for it. An engine that does not come back, or that dies as
+    soon as it is back, is given up in the end: the state is then "failed".
 
     Attributes:
         directory: folder of the model.
@@ -113,11 +123,26 @@ class EngineClient:
         plan: what checkpoints of the model cost; set by `prepare()`, and again by `load()`, which may measure for it.
             None: it has no recurrent layers.
         state: where in its life the client is.
-        failure: why `state` is "failed".
+        failure: why `state` is "restarting" or "failed".
         on_restart: called after each attempt to bring a crashed engine back, with whether it is. It must not raise.
     """
 
-    def __init__(self, directory: Path, settings: LoadSettings, command: Sequence[str] = WORKER_COMMAND) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        settings: LoadSettings,
+        command: Sequence[str] = WORKER_COMMAND,
+        *,
+        engine_timeout: float = 0,
+    ) -> None:
+        """
+        Args:
+            directory: folder of the model.
+            settings: what to load it with.
+            command: command line of the process.
+            engine_timeout: seconds for which the process may say nothing while it has work, a load included, before it
+                counts as hanging and is ended; 0: as long as it likes.
+        """
         self.directory = directory
         self.settings = settings
         self.info: ModelInfo | None = None
@@ -126,20 +151,21 @@ class EngineClient:
         self.failure: str | None = None
         self.on_restart: Callable[[bool], None] = lambda back: None
         self._command = tuple(command)
-        self._process: asyncio.subprocess.Process | None = None
-        self._watcher: asyncio.Task[None] | None = None
+        self._engine_timeout = engine_timeout
+        self._process: EngineProcess | None = None
+        self._follower: asyncio.Task[None] | None = None
         self._restarter: asyncio.Task[None] | None = None
         self._restarts = 0
-        self._started_at = 0.0
-        self._heard_at = 0.0  # when the process last said something
+        self._ready_at = 0.0
         self._settled = asyncio.Event()  # set while requests can be taken, or never will be
         self._idle = asyncio.Event()
         self._idle.set()
-        self._load_events: asyncio.Queue[FromEngine | EngineFailed] = asyncio.Queue()
+        self._load_events: asyncio.Queue[FromEngine | EngineFailed] = asyncio.Queue()  # of this process
+        self._loads = False  # or prepares
         self._generations: dict[str, Generation] = {}
         self._calls: dict[str, asyncio.Future[FromEngine]] = {}
+        self._given_up: set[str] = set()  # ids of which nobody waits for the last message, which has not come
         self._ids = itertools.count(1)
-        self._stderr: deque[str] = deque(maxlen=STDERR_LINES_KEPT)
 
     @property
     def name(self) -> str:
@@ -156,35 +182,31 @@ class EngineClient:
         """Start the process and have it check model and settings, without loading.
 
         Raises:
-            ServerError: what is wrong with them, or `ModelLoadFailed` if the process died. It has ended then.
+            ServerError: what is wrong with them, or `ModelLoadFailed` if the process could not be started, died, or was
+                ended as it hung. There is no process then.
         """
-        try:
+        async with self._loading():
             await self._spawn()
-            await self._send(
+            self._write(
                 messages.Prepare(directory=str(self.directory), settings=self.settings.model_dump_json().encode())
             )
             answer = await self._load_event()
             if not isinstance(answer, messages.Prepared):
                 raise ModelLoadFailed(f"The engine answered {type(answer).__name__} when asked to prepare {self.name}.")
-        except BaseException:
-            await self._stop_process()
-            raise
         self.plan = answer.plan
-        self.state = "prepared"
+        if self.state == "new":
+            self.state = "prepared"
 
     async def load(self) -> AsyncIterator[LoadProgress]:
         """Load the prepared model, yielding progress. Errors as for `prepare()`."""
-        try:
-            await self._send(messages.Load())
+        async with self._loading():
+            self._write(messages.Load())
             while not isinstance(event := await self._load_event(), messages.Loaded):
                 if isinstance(event, LoadProgress):
                     yield event
-        except BaseException:
-            await self._stop_process()
-            raise
         self.info = event.info
         self.plan = event.plan
-        self._started_at = asyncio.get_running_loop().time()
+        self._ready_at = asyncio.get_running_loop().time()
         self.state = "ready"
         self._settled.set()
 
@@ -192,10 +214,16 @@ class EngineClient:
         """Wait until no request is in flight."""
         await self._idle.wait()
 
-    async def close(self) -> None:
-        """End the process; requests in flight get `RequestCancelled`. Safe to call at any time, more than once."""
+    async def close(self, force: bool = False) -> None:
+        """End the process; requests in flight get `RequestCancelled`. Safe to call at any time, more than once.
+
+        Args:
+            force: kill it, also where another call is waiting for it to end in order.
+        """
         self.state = "closed"
         self._settled.set()
+        if force and self._process is not None:
+            self._process.kill()
         if self._restarter is not None and self._restarter is not asyncio.current_task():
             self._restarter.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -214,13 +242,13 @@ class EngineClient:
         await self._available()
         request_id = str(next(self._ids))
         generation = Generation(self, request_id)
+        self._write(messages.Generate(id=request_id, request=request))
         self._generations[request_id] = generation
         self._idle.clear()
         try:
-            await self._send(messages.Generate(id=request_id, request=request))
-        except BaseException:  # the caller was cancelled: nobody will read what the engine may have been told to write
-            self._forget(request_id)
-            self._write(messages.Cancel(id=request_id))
+            await self._drain()
+        except BaseException:  # the caller was cancelled: nobody will read what the engine has been told to write
+            await self._cancel(request_id)
             raise
         return generation
 
@@ -240,75 +268,79 @@ class EngineClient:
                 add_bos=add_bos,
                 encode_special_tokens=encode_special_tokens,
                 literals=list(literals),
-            )
+            ),
+            messages.Encoded,
         )
-        assert isinstance(answer, messages.Encoded)
         return answer.tokens
 
     async def decode(self, tokens: list[int], *, decode_special_tokens: bool = True) -> str:
         """Text of token ids. Raises `InvalidRequest` for ids outside the vocabulary."""
         answer = await self._call(
-            lambda call_id: messages.Decode(id=call_id, tokens=tokens, decode_special_tokens=decode_special_tokens)
+            lambda call_id: messages.Decode(id=call_id, tokens=tokens, decode_special_tokens=decode_special_tokens),
+            messages.Decoded,
         )
-        assert isinstance(answer, messages.Decoded)
         return answer.text
 
     async def pieces(self, tokens: list[int]) -> list[bytes]:
         """What each token adds to a text. Raises `InvalidRequest` for ids outside the vocabulary."""
-        answer = await self._call(lambda call_id: messages.Split(id=call_id, tokens=tokens))
-        assert isinstance(answer, messages.Pieces)
+        answer = await self._call(lambda call_id: messages.Split(id=call_id, tokens=tokens), messages.Pieces)
         return answer.pieces
 
     async def inspect(self) -> CacheState:
         """What the engine has cached at this moment."""
-        answer = await self._call(lambda call_id: messages.Inspect(id=call_id))
-        assert isinstance(answer, messages.Inspected)
+        answer = await self._call(lambda call_id: messages.Inspect(id=call_id), messages.Inspected)
         return answer.state
 
     async def explain(self, request: GenerationRequest) -> CacheExplanation:
         """How much of a prompt would be processed, without starting it. Raises `ServerError` as `generate()` does."""
-        answer = await self._call(lambda call_id: messages.Explain(id=call_id, request=request))
-        assert isinstance(answer, messages.Explained)
+        answer = await self._call(lambda call_id: messages.Explain(id=call_id, request=request), messages.Explained)
         return answer.explanation
 
     async def flush_cache(self) -> CacheChange:
         """Write everything to the disk tier, and wait until it is there. Raises `InvalidRequest` without that tier."""
-        answer = await self._call(lambda call_id: messages.FlushCache(id=call_id))
-        assert isinstance(answer, messages.CacheChanged)
+        answer = await self._call(lambda call_id: messages.FlushCache(id=call_id), messages.CacheChanged)
         return answer.change
 
     async def clear_cache(self) -> CacheChange:
         """Drop everything that no running request uses, in all tiers, and what is known of earlier prompts."""
-        answer = await self._call(lambda call_id: messages.ClearCache(id=call_id))
-        assert isinstance(answer, messages.CacheChanged)
+        answer = await self._call(lambda call_id: messages.ClearCache(id=call_id), messages.CacheChanged)
         return answer.change
 
-    async def _call(self, build: _BuildCall) -> FromEngine:
+    async def _call(self, build: Callable[[str], ToEngine], expected: type[T]) -> T:
         await self._available()
         call_id = str(next(self._ids))
         future: asyncio.Future[FromEngine] = asyncio.get_running_loop().create_future()
+        process = self._process
+        self._write(build(call_id))
         self._calls[call_id] = future
         try:
-            await self._send(build(call_id))
-            return await future
+            await self._drain()
+            answer = await future
         finally:
-            self._calls.pop(call_id, None)
+            del self._calls[call_id]
+            if (future.cancelled() or not future.done()) and self._process is process:
+                self._given_up.add(call_id)
+        if not isinstance(answer, expected):
+            raise EngineFailed(f"The engine answered {type(answer).__name__} where {expected.__name__} was asked for.")
+        return answer
 
     async def _available(self) -> None:
         await self._settled.wait()
         if self.state != "ready":
-            reason = f": {self.failure}" if self.failure else ""
+            reason = f": {self.failure}" if self.failure else "."
             raise ModelNotLoaded(f"The model {self.name} is not loaded{reason}")
 
     async def _cancel(self, request_id: str) -> None:
-        generation = self._generations.get(request_id)
+        generation = self._forget(request_id)
         if generation is None:
             return
-        self._forget(request_id)
         generation._fail(RequestCancelled("The request was cancelled."))
-        await self._send(messages.Cancel(id=request_id))
+        self._given_up.add(request_id)
+        # Without waiting: the engine may hang, and read nothing.
+        self._write(messages.Cancel(id=request_id))
 
     def _forget(self, request_id: str) -> Generation | None:
+        self._given_up.discard(request_id)
         generation = self._generations.pop(request_id, None)
         if not self._generations:
             self._idle.set()
@@ -316,32 +348,47 @@ class EngineClient:
 
     # --- the process --------------------------------------------------------------------------------------------
 
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._loads or self._generations or self._calls or self._given_up)
+
     async def _spawn(self) -> None:
         self._load_events = asyncio.Queue()
-        self._stderr.clear()
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            cwd=PROJECT_ROOT,
-        )
+        process = await EngineProcess.start(self.name, self._command, self._dispatch)
         self._process = process
         # It outlives the request that has the model loaded, so it must not carry that request's id into the log.
-        self._watcher = asyncio.create_task(self._watch(process), context=contextvars.Context())
+        self._follower = asyncio.create_task(self._follow(process), context=contextvars.Context())
 
-    async def _send(self, message: ToEngine) -> None:
-        pipe = self._write(message)
-        if pipe is not None:
-            # A process that has just died is noticed, and its requests failed, by the watcher.
-            with contextlib.suppress(ConnectionError):
-                await pipe.drain()
+    async def _follow(self, process: EngineProcess) -> None:
+        watchdog = None
+        if self._engine_timeout:
+            watchdog = asyncio.create_task(process.end_when_hanging(lambda: self._has_work, self._engine_timeout))
+        await asyncio.wait({process.ended})
+        if watchdog is not None:
+            watchdog.cancel()
+        if self._process is process:
+            self._process = None
+            self._ended(process.failure())
 
-    def _write(self, message: ToEngine) -> asyncio.StreamWriter | None:
-        pipe = self._process.stdin if self._process is not None else None
-        if pipe is not None:
-            pipe.write(messages.frame(message))
-        return pipe
+    def _write(self, message: ToEngine) -> None:
+        if self._process is not None:
+            self._process.write(message)
+
+    async def _drain(self) -> None:
+        if self._process is not None:
+            await self._process.drain()
+
+    @contextlib.asynccontextmanager
+    async def _loading(self) -> AsyncIterator[None]:
+        """The process is stopped where this is left by an error."""
+        self._loads = True
+        try:
+            yield
+        except BaseException:
+            await self._stop_process()
+            raise
+        finally:
+            self._loads = False
 
     async def _load_event(self) -> FromEngine:
         event = await self._load_events.get()
@@ -350,41 +397,6 @@ class EngineClient:
         if isinstance(event, EngineFailed):
             raise ModelLoadFailed(f"The engine process ended while it loaded {self.name}: {event.message}")
         return event
-
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Read everything the process says until it ends, then tell whoever waits for it."""
-        assert process.stdout is not None
-        assert process.stderr is not None
-        errors = asyncio.create_task(self._read_stderr(process.stderr))
-        try:
-            while True:
-                header = await process.stdout.readexactly(messages.HEADER_BYTES)
-                body = await process.stdout.readexactly(messages.body_length(header))
-                self._heard_at = asyncio.get_running_loop().time()
-                self._dispatch(messages.from_engine_decoder.decode(body))
-        except asyncio.IncompleteReadError:
-            pass  # the pipe is closed: the process ends, or has ended
-        except Exception:
-            logger.exception("The engine process of {} sent what cannot be read; it is ended", self.name)
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        code = await process.wait()
-        await errors
-        if self._process is process:
-            self._process = None
-            self._ended(code)
-
-    async def _read_stderr(self, stream: asyncio.StreamReader) -> None:
-        while True:
-            try:
-                line = await stream.readline()
-            except ValueError:  # a line longer than the reader's limit: it is dropped, the rest is not
-                continue
-            if not line:
-                return
-            text = line.decode("utf-8", "replace").rstrip()
-            self._stderr.append(text)
-            logger.info("[engine {}] {}", self.name, text)
 
     def _dispatch(self, message: FromEngine) -> None:
         match message:
@@ -398,12 +410,9 @@ class EngineClient:
                 if (generation := self._generations.get(request_id)) is not None:
                     generation._receive(message)
             case messages.Failed(id=request_id, error=record):
-                error = ServerError.from_record(record)
-                if (call := self._calls.get(request_id)) is not None:
-                    if not call.done():
-                        call.set_exception(error)
-                elif (generation := self._forget(request_id)) is not None:
-                    generation._fail(error)
+                self._fail(request_id, ServerError.from_record(record))
+            case messages.Cancelled(id=request_id):
+                self._fail(request_id, RequestCancelled("The engine ended the request before it was done."))
             case (
                 messages.Encoded(id=call_id)
                 | messages.Decoded(id=call_id)
@@ -412,77 +421,93 @@ class EngineClient:
                 | messages.Explained(id=call_id)
                 | messages.CacheChanged(id=call_id)
             ):
+                self._given_up.discard(call_id)
                 if (call := self._calls.get(call_id)) is not None and not call.done():
                     call.set_result(message)
             case messages.Log(level=level, message=text):
                 logger.log(level, "[engine {}] {}", self.name, text)
-            case _:
+            case messages.Prepared() | messages.LoadProgress() | messages.Loaded() | messages.LoadFailed():
+                if self.state == "ready":
+                    raise ValueError(f"{type(message).__name__} of a process that does not load")
                 self._load_events.put_nowait(message)
 
-    def _ended(self, code: int) -> None:
-        said = f" Its last words: {self._stderr[-1]}" if self._stderr else ""
-        error = EngineFailed(f"The engine process of {self.name} ended with code {code}.{said}")
+    def _fail(self, message_id: str, error: ServerError) -> None:
+        """A request or a call has ended without what it was to bring."""
+        if (call := self._calls.get(message_id)) is not None:
+            if not call.done():
+                call.set_exception(error)
+        elif (generation := self._forget(message_id)) is not None:
+            generation._fail(error)
+
+    def _ended(self, error: EngineFailed) -> None:
         self._load_events.put_nowait(error)
         if self.state != "ready":
             return
         logger.error("{} Requests in flight: {}", error.message, self.running)
-        self._fail_everything(error)
         self.state = "restarting"
+        self.failure = error.message
         self._settled.clear()
+        self._fail_everything(error)
         self._restarter = asyncio.create_task(self._restart())
 
     def _fail_everything(self, error: ServerError) -> None:
-        for request_id in list(self._generations):
-            generation = self._forget(request_id)
-            assert generation is not None
-            generation._fail(error)
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(error)
+        self._given_up.clear()
+        for message_id in [*self._generations, *self._calls]:
+            self._fail(message_id, error)
 
     async def _restart(self) -> None:
-        if asyncio.get_running_loop().time() - self._started_at > STABLE_SECONDS:
+        if asyncio.get_running_loop().time() - self._ready_at > STABLE_SECONDS:
             self._restarts = 0
         while self._restarts < len(RESTART_DELAYS):
             await asyncio.sleep(RESTART_DELAYS[self._restarts])
             self._restarts += 1
             logger.warning("Starting the engine of {} again, attempt {}", self.name, self._restarts)
-            try:
-                await self.prepare()
-                async for _ in self.load():
-                    pass
-            except ServerError as error:
-                self.failure = error.message
-                self.state = "restarting"
-                logger.error("The engine of {} did not come back: {}", self.name, error.message)
-                self.on_restart(False)
-            else:
-                self.failure = None
-                logger.info("The engine of {} is back", self.name)
-                self.on_restart(True)
+            back = await self._come_back()
+            self.on_restart(back)
+            if back:
                 return
         self.state = "failed"
-        self.failure = self.failure or "its engine process keeps crashing"
+        self.failure = (
+            f"It was given up after {self._restarts} attempts to bring it back; load the model again. {self.failure}"
+        )
+        logger.critical("The engine of {} has failed. {}", self.name, self.failure)
         self._settled.set()
 
+    async def _come_back(self) -> bool:
+        try:
+            await self.prepare()
+            async for _ in self.load():
+                pass
+        except Exception as error:
+            # Whatever it is, nobody else would hear of it.
+            told = error if isinstance(error, ServerError) else None
+            self.failure = told.message if told else f"Its engine could not be started: {type(error).__name__}."
+            logger.opt(exception=None if told else error).error(
+                "The engine of {} did not come back: {}", self.name, self.failure
+            )
+            return False
+        self.failure = None
+        logger.info("The engine of {} is back", self.name)
+        return True
+
     async def _stop_process(self) -> None:
-        process, watcher = self._process, self._watcher
-        if process is None or watcher is None:
+        process, follower = self._process, self._follower
+        if process is None or follower is None:
             return
-        await self._send(messages.Shutdown())
-        if process.stdin is not None:
-            process.stdin.close()
+        process.write(messages.Shutdown())
+        process.close_input()
+        if self._loads:  # which it would go on with, and has nothing to keep yet
+            process.kill()
         loop = asyncio.get_running_loop()
         limit = FLUSH_SECONDS if self.settings.memory.disk_cache_dir else SHUTDOWN_SECONDS
         told_at = loop.time()
-        while not watcher.done():
-            left = max(told_at, self._heard_at) + limit - loop.time()
+        while not follower.done():
+            left = max(told_at, process.heard_at) + limit - loop.time()
             if left <= 0:
                 logger.warning(
                     "The engine process of {} neither ends nor gets on in {} s; it is killed", self.name, limit
                 )
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                process.kill()
                 break
-            await asyncio.wait({watcher}, timeout=left)
-        await watcher
+            await asyncio.wait({follower}, timeout=left)
+        await follower

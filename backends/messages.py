@@ -6,12 +6,13 @@ travels: no tensors, no containers, no callables.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from common.caching import CacheChange, CacheExplanation, CacheState, PlanBasis
-from common.errors import ErrorRecord
+from common.errors import ErrorRecord, RequestTooLarge
 from common.generation import Event, GenerationRequest, TextSpan
 
 ModelComponent: TypeAlias = Literal["vision", "draft", "model"]
@@ -79,7 +80,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Ends a request. It may already have ended; then nothing happens."""
+    """Ends a request. Answered by `Cancelled`, unless the request comes to another end before."""
 
     id: str
 
@@ -182,7 +183,7 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Produced(msgspec.Struct, frozen=True, tag=True):
-    """An event of a request. A `Finish` is the last message of its id."""
+    """An event of a request. A `Finish` is the last message of its id, as `Failed` and `Cancelled` are."""
 
     id: str
     event: Event
@@ -193,6 +194,12 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
     id: str
     error: ErrorRecord
+
+
+class Cancelled(msgspec.Struct, frozen=True, tag=True):
+    """The request has ended without a `Finish`, and the engine holds nothing of it any more."""
+
+    id: str
 
 
 class Encoded(msgspec.Struct, frozen=True, tag=True):
@@ -238,6 +245,7 @@ FromEngine: TypeAlias = (
     | Accepted
     | Produced
     | Failed
+    | Cancelled
     | Encoded
     | Decoded
     | Pieces
@@ -251,16 +259,42 @@ FromEngine: TypeAlias = (
 # --- frames -------------------------------------------------------------------------------------------------------
 
 HEADER_BYTES = 4
+# Far more than any message needs, and less than four bytes of text say if they are read as a length.
+MAX_FRAME_BYTES = 256 << 20
 _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:
+    """Raises `RequestTooLarge` for a message of more than `MAX_FRAME_BYTES`."""
     body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise RequestTooLarge(
+            f"The request takes {len(body) >> 20} MB on its way to the engine, which takes {MAX_FRAME_BYTES >> 20} at "
+            "most. Send less at once."
+        )
     return len(body).to_bytes(HEADER_BYTES, "big") + body
 
 
-def body_length(header: bytes) -> int:
-    return int.from_bytes(header, "big")
+def body_length(header: bytes | bytearray) -> int:
+    """Raises ValueError where that is no header."""
+    length = int.from_bytes(header, "big")
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"{header!r} is not the beginning of a frame")
+    return length
+
+
+def take_frames(buffer: bytearray) -> Iterator[bytes]:
+    """Take the complete frames off the beginning of what was read so far; gives their bodies.
+
+    Errors as for `body_length()`.
+    """
+    while len(buffer) >= HEADER_BYTES:
+        end = HEADER_BYTES + body_length(buffer[:HEADER_BYTES])
+        if len(buffer) < end:
+            return
+        body = bytes(buffer[HEADER_BYTES:end])
+        del buffer[:end]
+        yield body
 
 
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,18 +21,34 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeAlias
 
+import msgspec
 from loguru import logger
 
 from backends import messages
 from backends.messages import FromEngine, LoadProgress, ModelInfo, ToEngine
 from common.caching import CacheChange, CacheExplanation, CacheState, PlanBasis
 from common.config_models import LoadSettings
-from common.errors import EngineFailed, ErrorRecord, ModelLoadFailed, ServerError
-from common.generation import Event, GenerationRequest, TextSpan
+from common.errors import EngineFailed, EngineOutOfMemory, ErrorRecord, ModelLoadFailed, ServerError
+from common.generation import Event, Finish, GenerationRequest, TextSpan
+from common.hidden_paths import hide_paths
 from common.logger import ToLoguru
 
 if TYPE_CHECKING:
     from loguru import Message
+
+
+# What torch's allocators, CUDA and the engine's own loader say when memory runs out.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "insufficient vram")
+MODEL_TOO_LARGE = (
+    "there is not enough memory to load it. Lower cache_size or max_seq_len, take a smaller cache_mode such as Q8 or "
+    "Q4, lower chunk_size or max_batch_size, spread the model with gpu_split or leave more room with "
+    "autosplit_reserve, or take a smaller model."
+)
+MODEL_IS_STRANGE = "Its files may be damaged, or of a kind that the engine does not know; the server's log says more."
+REQUEST_TOO_LARGE = (
+    "The engine ran out of memory over this request. Send a shorter prompt, or load the model with a smaller "
+    "chunk_size, cache_size or max_batch_size."
+)
 
 
 class Job(Protocol):
@@ -51,7 +68,12 @@ class Container(Protocol):
 
     The calls come in the order of the methods, all from one thread. `ServerError`s are for the user; anything else is
     a defect, or the engine's failure.
+
+    Attributes:
+        on_results: to be called when a job has something for its `events()`, and their reader has been woken for it.
     """
+
+    on_results: Callable[[], None]
 
     def plan_basis(self) -> PlanBasis | None:
         """What checkpoints cost and where they fall; None without recurrent layers."""
@@ -114,6 +136,7 @@ class Worker:
         self._receive: Callable[[ToEngine], None] = self._inbox.put_nowait
         self._stopped = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._flushing: asyncio.Handle | None = None  # of what is written and not flushed
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -131,7 +154,9 @@ class Worker:
         try:
             container = await self._bring_up()
         except ServerError as error:
-            self._send(messages.LoadFailed(error=error.to_record()))
+            self._send(
+                messages.LoadFailed(error=msgspec.structs.replace(error.to_record(), message=hide_paths(error.message)))
+            )
             return
         if container is not None:
             await self._serve(container)
@@ -155,7 +180,8 @@ class Worker:
         except Exception as error:
             # Whatever the engine raises over a model is the user's to know: which file, which memory, which shape.
             logger.opt(exception=error).error("Loading {} failed", directory.name)
-            raise ModelLoadFailed(f"{directory.name}: {_summary(error)}") from error
+            reason = MODEL_TOO_LARGE if is_out_of_memory(error) else f"{_summary(error)}. {MODEL_IS_STRANGE}"
+            raise ModelLoadFailed(f"{directory.name}: {reason}") from error
         self._send(messages.Loaded(info=container.info(), plan=container.plan_basis()))
         return container
 
@@ -166,6 +192,7 @@ class Worker:
         which may be a whole prefill chunk.
         """
         self._receive = partial(self._handle, container)
+        container.on_results = self._flush_last
         while not self._inbox.empty():
             self._receive(self._inbox.get_nowait())
         await self._stopped.wait()
@@ -179,8 +206,7 @@ class Worker:
             case messages.Generate(id=request_id, request=request):
                 self._start(container, request_id, request)
             case messages.Cancel(id=request_id):
-                if (task := self._tasks.get(request_id)) is not None:
-                    task.cancel()
+                self._cancel(request_id)
             case messages.Encode() | messages.Decode() | messages.Split() | messages.Inspect() | messages.Explain():
                 self._send(self._answer(container, message))
             case messages.FlushCache(id=call_id):
@@ -206,18 +232,31 @@ class Worker:
         self._tasks[message_id] = task
         task.add_done_callback(lambda done: self._tasks.pop(message_id, None))
 
+    def _cancel(self, request_id: str) -> None:
+        task = self._tasks.get(request_id)
+        if task is None:  # it has ended
+            self._send(messages.Cancelled(id=request_id))
+            return
+        # Not before the task has begun, which would never get to what it does in the end.
+        asyncio.get_running_loop().call_soon(task.cancel)
+
     async def _pump(self, container: Container, request_id: str, job: Job) -> None:
+        finished = False
         try:
             async for event in job.events():
-                self._send(messages.Produced(id=request_id, event=event))
+                self._write(messages.Produced(id=request_id, event=event))
+                finished = isinstance(event, Finish)
         except Exception as error:
             self._send(messages.Failed(id=request_id, error=_record(error)))
+            finished = True
             if container.broken():
                 logger.critical("The engine failed as a whole; its process ends and is started again")
                 # Every other job has got the same error and reports it in this turn of the loop.
                 asyncio.get_running_loop().call_later(0.1, os._exit, 1)
         finally:
-            await job.cancel()
+            await _end(job)
+            if not finished:
+                self._send(messages.Cancelled(id=request_id))
 
     async def _change_cache(self, call_id: str, change: Callable[[], Coroutine[Any, Any, CacheChange]]) -> None:
         try:
@@ -258,11 +297,34 @@ class Worker:
             loop.call_soon_threadsafe(self._send, message)
 
     def _send(self, message: FromEngine) -> None:
-        # Blocks when the server does not read: the engine shall not run ahead of it without bounds.
         self._outgoing.write(messages.frame(message))
+        self._flush()
+
+    def _write(self, message: FromEngine) -> None:
+        """Send a message together with others of this turn of the loop."""
+        self._outgoing.write(messages.frame(message))
+        if self._flushing is None:
+            self._flushing = asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush_last(self) -> None:
+        """Flush as soon as all that has been woken so far has run: what a step of the engine gave, before the next."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+        self._flushing = asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = None
+        # Blocks when the server does not read: the engine shall not run ahead of it without bounds.
         self._outgoing.flush()
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            self._read_messages(loop)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # a process that does not hear any more is of no use
+
+    def _read_messages(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
             length = messages.body_length(self._read_exactly(messages.HEADER_BYTES))
             message = messages.to_engine_decoder.decode(self._read_exactly(length))
@@ -286,16 +348,33 @@ class Worker:
         return bytes(parts)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, of the host or of a GPU. By name and text: this module does not import torch."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
+
+
 def _record(error: Exception) -> ErrorRecord:
     if isinstance(error, ServerError):
         return error.to_record()
     logger.opt(exception=error).error("A request failed in the engine")
+    if is_out_of_memory(error):
+        return EngineOutOfMemory(REQUEST_TOO_LARGE).to_record()
     return EngineFailed(f"The engine failed on this request: {_summary(error)}").to_record()
 
 
+async def _end(job: Job) -> None:
+    try:
+        await job.cancel()
+    except Exception:
+        logger.exception("A request could not be ended in order")
+
+
 def _summary(error: Exception) -> str:
-    """What went wrong, without the C++ stack that torch adds."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    """What went wrong, without the C++ stack that torch adds, and without the places of files."""
+    return hide_paths(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 def run(create: CreateContainer) -> None:

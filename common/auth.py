@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -108,10 +109,12 @@ class KeyStore:
             logger.info("New keys were written to {}", path)
             if terminal.isatty():
                 print(f"\n  New keys are in {path.absolute()}\n  API key: {api_key}\n", file=terminal, flush=True)
+        elif os.name == "posix" and path.stat().st_mode & stat.S_IROTH:
+            logger.warning("{} can be read by every user of this machine; chmod 600 changes that.", path)
         return cls(path)
 
     def identify(self, headers: Mapping[str, str]) -> Caller:
-        """Whose keys the headers hold; names are looked up in lower case.
+        """Whose keys the headers hold, whose names are in lower case. `items()` may give a name more than once.
 
         Raises:
             AuthenticationFailed: no key, or none that is valid. Whatever the headers hold, nothing else is raised.
@@ -147,10 +150,14 @@ class KeyStore:
 
 
 def _presented_keys(headers: Mapping[str, str]) -> Iterator[str]:
-    scheme, _, token = headers.get("authorization", "").strip().partition(" ")
-    bearer = token if scheme.lower() == "bearer" else ""
-    for key in (headers.get("x-admin-key", ""), headers.get("x-api-key", ""), bearer):
-        if key := key.strip():
+    for name, value in headers.items():  # a header may come more than once
+        key = value.strip()
+        if name == "authorization":
+            scheme, _, token = key.partition(" ")
+            key = token.strip() if scheme.lower() == "bearer" else ""
+        elif name not in ("x-admin-key", "x-api-key"):
+            continue
+        if key:
             yield key
 
 

@@ -118,6 +118,13 @@ def _check_origins(origins: list[str]) -> list[str]:
     return origins
 
 
+def _check_hosts(hosts: list[str]) -> list[str]:
+    for host in hosts:
+        if not re.fullmatch(r"[\w.-]+|\[?[0-9a-fA-F:.]+\]?", host):
+            raise ValueError(f"{host!r} is not a host name or an IP address without a port")
+    return [host.lower().strip("[]").rstrip(".") for host in hosts]
+
+
 def _parse_target(value: object) -> object:
     if isinstance(value, str) and value.strip().isdigit():
         value = int(value)
@@ -160,6 +167,9 @@ Origins: TypeAlias = Annotated[
     AfterValidator(_check_origins),
     Allowed('a list of origins such as "https://chat.example.com", "loopback", or "*" alone'),
 ]
+Hosts: TypeAlias = Annotated[
+    ListOf[str], AfterValidator(_check_hosts), Allowed("a list of host names or IP addresses, without ports")
+]
 LogLevel: TypeAlias = Annotated[
     Literal["TRACE", "DEBUG", "INFO", "SUCCESS", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_upper)
 ]
@@ -200,14 +210,59 @@ class NetworkConfig(Section):
     disable_fetch_requests: bool = False
     """Never fetch an image by its http(s) URL. Images that come inside a request (data: URLs) still work."""
 
+    fetch_allowed_hosts: Hosts = []
+    """Hosts of your own network that images may be fetched from, such as nas.local or 192.168.1.20. Other addresses
+    that are not public are never fetched from, whatever name or redirect leads there."""
+
     send_tracebacks: Annotated[bool, NoEffect("tracebacks stay in the log, where they cannot leak to clients.")] = False
     """Taken from TabbyAPI's files, without effect: tracebacks go to the log only."""
 
     api_servers: Annotated[ApiServers, KOBOLD_PLANNED] = ["oai"]
     """Front ends to offer: oai (OpenAI's API) and kobold. Health, model and key routes are always there."""
 
+    ssl_certfile: str | None = None
+    """Certificate of the server, with those between it and its authority, as a PEM file. With it and ssl_keyfile the
+    server speaks https only."""
+
+    ssl_keyfile: str | None = None
+    """Private key of ssl_certfile, as a PEM file without a password."""
+
+    allowed_hosts: Hosts = []
+    """More names by which browsers may address the server while disable_auth is set, such as llm.example.com, beside
+    IP addresses, localhost, names in .local, this machine's own name, and host.docker.internal. Others are refused, so
+    that no web page can reach the server through a name of its own (DNS rebinding)."""
+
+    public_docs: bool = False
+    """Let everybody read /docs and /openapi.json, without a key."""
+
     max_body_mb: NotNegative = 64
     """Largest body of a request in MB; images in requests count. A larger one is refused with 413. 0: no limit."""
+
+    body_timeout: NotNegative = 60
+    """Seconds that a request may take to send its headers, and that may pass between two pieces of its body, before it
+    is given up. 0: no limit."""
+
+    max_queue: NotNegative = 256
+    """Requests that may wait for the model at once. Further ones are refused with 503 until others have begun. 0: no
+    limit."""
+
+    max_queue_per_key: NotNegative = 64
+    """As max_queue, for each API key; further requests with that key are refused with 429. The keys take turns in the
+    queue. 0: no limit."""
+
+    queue_timeout: NotNegative = 600
+    """Seconds that a request may wait in the queue before it is given up with 503. 0: no limit."""
+
+    stream_timeout: NotNegative = 120
+    """Seconds for which the client of a stream may read nothing before the stream is given up. 0: no limit."""
+
+    engine_timeout: NotNegative = 300
+    """Seconds for which an engine that has work may report no progress before it counts as hanging, is ended, and is
+    started again. One chunk of a prompt (chunk_size) has to be done in that time. 0: no limit."""
+
+    shutdown_timeout: NotNegative = 10
+    """Seconds that requests in flight may still take when the server is told to stop; what is left then ends with an
+    error. A second signal stops it at once."""
 
     sse_ping_interval: NotNegative = 15
     """Seconds between signs of life in a stream that has nothing else to send, as during a long prefill. 0 sends
@@ -486,7 +541,7 @@ class DraftModelParameters(Section):
 
     ngram_corpus: str | None = None
     """File with a text index that ngram drafts from as well, made with the engine's own tool. Only with draft_mode
-    ngram."""
+    ngram. A load request can only name one inside model_dir."""
 
     draft_confidence: Annotated[Number, Gt(0), Lt(1)] = 0.4
     """With dynamic_draft: how probable it must be that a drafted token is accepted. Lower drafts more."""

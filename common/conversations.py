@@ -118,16 +118,17 @@ def system_as_user(messages: list[Message]) -> list[Message]:
 
 def _alternate(messages: list[Message]) -> list[Message]:
     """User and assistant in turns, the user first. Calls of tools and their results stand as they are."""
-    shaped: list[Message] = []
+    turns: list[list[Message]] = []  # joined at the end, since there may be thousands in a row
+    begun = False
     for message in messages:
-        before = shaped[-1] if shaped else None
-        if message["role"] == "assistant" and all(map(_is_system, shaped)):
-            shaped.append({"role": "user", "content": ""})
-        if before is not None and _may_join(before, message):
-            shaped[-1] = _joined([before, message])
+        if message["role"] == "assistant" and not begun:
+            turns.append([{"role": "user", "content": ""}])
+        begun = begun or not _is_system(message)
+        if turns and _may_join(turns[-1][-1], message):
+            turns[-1].append(message)
         else:
-            shaped.append(message)
-    return shaped
+            turns.append([message])
+    return [_joined(turn) if len(turn) > 1 else turn[0] for turn in turns]
 
 
 def calls_as_text(messages: Sequence[Message], form: ToolFormat) -> list[Message]:

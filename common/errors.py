@@ -8,10 +8,18 @@
     ├── NotFound                       404  not_found_error         not_found
     │   └── ModelNotFound              404  not_found_error         model_not_found
     ├── MethodNotAllowed               405  invalid_request_error   method_not_allowed
+    ├── HostNotAllowed                 403  permission_error        host_not_allowed
+    ├── OriginNotAllowed               403  permission_error        origin_not_allowed
+    ├── BodyTimeout                    408  invalid_request_error   body_timeout
     ├── RequestTooLarge                413  invalid_request_error   request_too_large
+    ├── TooManyRequests                429  rate_limit_error        rate_limit_exceeded
     ├── ModelNotLoaded                 503  service_unavailable     model_not_loaded
+    ├── ServerBusy                     503  service_unavailable     server_busy
+    ├── QueueTimeout                   503  service_unavailable     queue_timeout
     ├── ModelLoadFailed                500  server_error            model_load_failed
     ├── EngineFailed                   500  server_error            engine_failed
+    │   ├── EngineOutOfMemory          500  server_error            engine_out_of_memory
+    │   └── EngineHangs                500  server_error            engine_hangs
     └── RequestCancelled               503  service_unavailable     request_cancelled
     SettingsError                      (stops the start; never leaves the process)
 
@@ -25,6 +33,9 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 import msgspec
+
+# Tokenizers have few that are longer, for runs of blanks or dashes. No text consists of those.
+MAX_TOKEN_CHARACTERS = 64
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
@@ -50,7 +61,7 @@ class ServerError(Exception):
     status: int = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "server_error"
-    retry_after: ClassVar[int | None] = None
+    retry_after: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -116,6 +127,30 @@ class MethodNotAllowed(ServerError):
     code = "method_not_allowed"
 
 
+class HostNotAllowed(ServerError):
+    """A browser addressed the server, which asks for no keys, by a name that is not known to be its own."""
+
+    status = 403
+    type = "permission_error"
+    code = "host_not_allowed"
+
+
+class OriginNotAllowed(ServerError):
+    """A web page that network.cors_origins does not name used the server, which asks for no keys."""
+
+    status = 403
+    type = "permission_error"
+    code = "origin_not_allowed"
+
+
+class BodyTimeout(ServerError):
+    """The body of the request did not arrive in time."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "body_timeout"
+
+
 class RequestTooLarge(ServerError):
     """The body of the request is larger than network.max_body_mb."""
 
@@ -124,12 +159,39 @@ class RequestTooLarge(ServerError):
     code = "request_too_large"
 
 
+class TooManyRequests(ServerError):
+    """Too many requests with this key wait for the model."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+    retry_after = 5
+
+
 class ModelNotLoaded(ServerError):
     """No model is up, or it is still loading."""
 
     status = 503
     type = "service_unavailable"
     code = "model_not_loaded"
+    retry_after = 5
+
+
+class ServerBusy(ServerError):
+    """Too many requests wait for the model."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "server_busy"
+    retry_after = 5
+
+
+class QueueTimeout(ServerError):
+    """The request waited for the model longer than network.queue_timeout."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "queue_timeout"
     retry_after = 5
 
 
@@ -144,6 +206,18 @@ class EngineFailed(ServerError):
 
     code = "engine_failed"
     retry_after = 5
+
+
+class EngineOutOfMemory(EngineFailed):
+    """The engine ran out of memory while it worked on the request."""
+
+    code = "engine_out_of_memory"
+
+
+class EngineHangs(EngineFailed):
+    """The engine reported no progress for network.engine_timeout and was ended; it is started again."""
+
+    code = "engine_hangs"
 
 
 class RequestCancelled(ServerError):
@@ -206,6 +280,21 @@ def validate_context_requirements(
         )
     room = min(max_seq_len - context_len, cache_capacity - context_len - 1)
     return room if max_tokens <= 0 else min(max_tokens, room)
+
+
+def check_characters(characters: int, max_seq_len: int, param: str) -> None:
+    """Refuse a text that no tokens of the model can hold, before the time is spent on finding that out.
+
+    Raises:
+        ContextLengthExceeded: it has more characters than `max_seq_len` tokens do, however long these are.
+    """
+    most = max_seq_len * MAX_TOKEN_CHARACTERS
+    if characters > most:
+        raise ContextLengthExceeded(
+            f"The prompt has {characters} characters, which exceeds the available context size: {max_seq_len} tokens "
+            f"(max_seq_len) hold at most {most}. Shorten the prompt.",
+            param=param,
+        )
 
 
 def check_token_ids(tokens: Iterable[int], vocab_size: int, param: str) -> None:

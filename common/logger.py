@@ -44,16 +44,21 @@ def setup_logging(settings: LoggingConfig, directory: Path = LOG_DIRECTORY) -> N
             backtrace=False,
             diagnose=False,
         )
-    logging.basicConfig(handlers=[ToLoguru()], level=logger.level(settings.log_level).no, force=True)
+    level = logger.level(settings.log_level).no
+    logging.basicConfig(handlers=[ToLoguru()], level=level, force=True)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
+        logging.getLogger(name).setLevel(max(level, logging.DEBUG))  # below that it logs queries, which may hold keys
+    for name in ("httpx", "httpcore"):  # they log whole URLs, which may hold keys
+        logging.getLogger(name).setLevel(logging.WARNING)
     if settings.log_file:
         _add_file(settings, directory)
 
 
 def _add_file(settings: LoggingConfig, directory: Path) -> None:
     try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the log may hold prompts
         logger.add(
             directory / f"{datetime.now():%Y-%m-%d_%H-%M-%S_%f}.log",
             level=settings.log_level,

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from common.caching import TierName
 from common.engine_metrics import FAMILIES, NAMESPACE, EngineMetrics, Labels
+from common.errors import QueueTimeout, ServerBusy, TooManyRequests
 from common.generation import Usage
 from common.version import VERSION
 
@@ -64,6 +65,16 @@ class Metrics:
             "Responses that are an error, of any route, by its code. One inside a stream is in waypoint_answers_total "
             "only.",
             "route",
+            "code",
+        )
+        self.requests_waiting = self._gauge(
+            "requests_waiting",
+            "Requests in the queue: those that network.max_queue bounds, before an answer has begun.",
+        )
+        self.requests_refused = self._counter(
+            "requests_refused",
+            "Requests that were not served as too many waited, by the code of the error: server_busy, "
+            "rate_limit_exceeded, or queue_timeout after network.queue_timeout.",
             "code",
         )
         self.waiting = self._gauge(
@@ -126,6 +137,7 @@ class Metrics:
             (self._draft_tokens, ("accepted", "rejected")),
             (self._loads, ("loaded", "failed")),
             (self._restarts, ("back", "failed")),
+            (self.requests_refused, (ServerBusy.code, TooManyRequests.code, QueueTimeout.code)),
         ):
             for value in values:
                 counter.labels(value)

@@ -21,12 +21,23 @@ from pydantic import (
 )
 
 from common.errors import InvalidRequest, NotFound, SettingsError
+from common.limits import (
+    MAX_ANSWERS,
+    MAX_BANNED_STRINGS,
+    MAX_BIASES,
+    MAX_BREAKERS,
+    MAX_LISTED_TOKENS,
+    MAX_LOOP_WINDOW,
+    MAX_STOPS,
+    MAX_TOP_LOGPROBS,
+    ShortText,
+    at_most,
+)
+from common.names import is_plain_name
 from common.settings_catalog import did_you_mean
 from common.yaml_file import read_mapping
 
 PRESET_DIR = Path(__file__).resolve().parent.parent / "sampler_overrides"
-MAX_TOP_LOGPROBS = 20
-MAX_ANSWERS = 128  # of one request, as at OpenAI
 # What the engine's kernels can count to; a larger number would fail there, or on the way.
 LARGEST = 2**31 - 1
 
@@ -121,9 +132,13 @@ def _seed(value: object) -> object:
 Integer: TypeAlias = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 NonNegative: TypeAlias = Annotated[int, Field(ge=0, le=LARGEST)]
 TokenIds: TypeAlias = Annotated[
-    list[NonNegative], BeforeValidator(_token_ids, json_schema_input_type=str | list[NonNegative])
+    list[NonNegative],
+    at_most(MAX_LISTED_TOKENS),
+    BeforeValidator(_token_ids, json_schema_input_type=str | list[NonNegative]),
 ]
-Strings: TypeAlias = Annotated[list[str], BeforeValidator(_strings, json_schema_input_type=str | list[str])]
+BannedStrings: TypeAlias = Annotated[
+    list[ShortText], at_most(MAX_BANNED_STRINGS), BeforeValidator(_strings, json_schema_input_type=str | list[str])
+]
 Seed: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 # Far beyond what logits need, and far below what turns them into infinities and the answer into nothing.
@@ -199,14 +214,16 @@ class SamplingFields(ForeignSamplers):
         description="0 or -1: all that fit",
     )
     min_tokens: NonNegative = Field(0, validation_alias=_named("min_tokens", "min_length"))
-    stop: Annotated[list[str | int], BeforeValidator(_stop, json_schema_input_type=str | int | list[str | int])] = (
-        Field(
-            [],
-            validation_alias=_named("stop", "stop_sequence", "stopping_strings"),
-            description="strings and token ids",
-        )
+    stop: Annotated[
+        list[ShortText | int],
+        at_most(MAX_STOPS),
+        BeforeValidator(_stop, json_schema_input_type=str | int | list[str | int]),
+    ] = Field(
+        [],
+        validation_alias=_named("stop", "stop_sequence", "stopping_strings"),
+        description="strings and token ids",
     )
-    banned_strings: Strings = Field([], validation_alias=_named("banned_strings", "bad_words"))
+    banned_strings: BannedStrings = Field([], validation_alias=_named("banned_strings", "bad_words"))
     token_healing: bool = False
     seed: Annotated[Seed | None, BeforeValidator(_seed)] = Field(None, description="-1: any")
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | bool | None = None
@@ -237,18 +254,21 @@ class SamplingFields(ForeignSamplers):
     dry_allowed_length: NonNegative = 2
     dry_range: Annotated[Integer, Field(ge=-1)] = Field(0, validation_alias=_named("dry_range", "dry_penalty_last_n"))
     dry_sequence_breakers: Annotated[
-        list[str], BeforeValidator(_sequence_breakers, json_schema_input_type=str | list[str])
+        list[ShortText],
+        at_most(MAX_BREAKERS),
+        BeforeValidator(_sequence_breakers, json_schema_input_type=str | list[str]),
     ] = []
     adaptive_target: float = 1.0
     adaptive_decay: Fraction = 0.9
     logit_bias: Annotated[
         dict[NonNegative, Bias],
+        Field(max_length=MAX_BIASES),
         BeforeValidator(_logit_bias, json_schema_input_type=dict[NonNegative, Bias] | list[list[Any]]),
     ] = {}
     banned_tokens: TokenIds = Field([], validation_alias=_named("banned_tokens", "custom_token_bans"))
     allowed_tokens: TokenIds = Field([], validation_alias=_named("allowed_tokens", "allowed_token_ids"))
     ban_eos_token: bool = Field(False, validation_alias=_named("ban_eos_token", "ignore_eos"))
-    loop_detect_window: NonNegative = 800
+    loop_detect_window: Annotated[int, Field(ge=0, le=MAX_LOOP_WINDOW)] = 800
 
     @property
     def stop_strings(self) -> list[str]:
@@ -375,10 +395,11 @@ class SamplerPresets:
         return fields.model_copy(update=changes) if changes else fields
 
     def _read(self, name: str, param: str) -> Overrides:
-        path = self._directory / f"{name}.yml"
+        file_name = f"{name}.yml"
+        path = self._directory / file_name
         source = f"The sampler preset {name!r}"
         try:
-            content = read_mapping(path, source) if path.name == f"{name}.yml" and os.path.isfile(path) else None
+            content = read_mapping(path, source) if is_plain_name(file_name) and os.path.isfile(path) else None
         except SettingsError as error:
             raise InvalidRequest(str(error), param=param) from error
         if content is None:

@@ -24,6 +24,7 @@ from ruamel.yaml.error import YAMLError
 
 from common.config_models import DraftModelParameters, LoadSettings, ModelParameters, Settings
 from common.errors import InvalidRequest, SettingsError
+from common.names import path_within
 from common.settings_catalog import ALL_SETTINGS, CATALOG, SECTIONS, did_you_mean, explain_refusal, unknown_keys
 from common.yaml_file import read_mapping
 
@@ -294,13 +295,28 @@ def merge_load_settings(
         last, source = {"model": request, "draft_model": request.get("draft_model") or {}}, "load request"
 
     merged = _merge(first, _model_file(model_directory))
-    merged = _merge(merged, _check_load(_load_parameters(last), source))
+    given = _check_load(_load_parameters(last), source)
+    if request is not None and (corpus := given["draft_model"].get("ngram_corpus")):
+        given["draft_model"]["ngram_corpus"] = _requested_corpus(Path(settings.model.model_dir), corpus)
+    merged = _merge(merged, given)
     merged["draft_model"]["draft_model_dir"] = settings.draft_model.draft_model_dir
     merged["memory"] = settings.memory.model_dump()
     for section, key in PATHS:
         if path := merged[section].get(key):
             merged[section][key] = str(Path(path).absolute())
     return LoadSettings.model_validate(merged)
+
+
+def _requested_corpus(model_dir: Path, name: str) -> str:
+    """Only those who write the server's files may name a file anywhere."""
+    path = path_within(model_dir.absolute(), name)
+    if path is None:
+        param = "draft_model.ngram_corpus"
+        raise InvalidRequest(
+            f"{param} {name!r} must name a file inside the model directory. config.yml may name one elsewhere.",
+            param=param,
+        )
+    return str(path)
 
 
 def _check_load(values: Values, source: str) -> dict[str, dict[str, Any]]:

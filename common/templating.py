@@ -6,28 +6,27 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template, TemplateSyntaxError
 from loguru import logger
 
 from common import conversations
 from common.conversations import Message, Tool
 from common.errors import InvalidRequest
 from common.generation import TextSpan
+from common.names import is_plain_name
 from common.parsing.formats.base import ToolFormat
 from common.parsing.formats.registry import default_format
+from common.sandbox import MAX_SOURCE, TemplateLimitExceeded, bounded, compile_template, run_template
 
 TEMPLATE_DIR = Path(__file__).resolve().parent.parent / "templates"
 SUFFIX = ".jinja"
 # The blank at its end tells whether the template trims what it is given.
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+_MOST_TOLD = 1000  # characters of what a template says
 # Names that thoughts go by, the one that most templates read first.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # What of a model's list of templates is for requests with tools, and for all others.
@@ -72,49 +71,6 @@ class TemplateTraits(NamedTuple):
     short_ids: bool = False
 
 
-# --- the language -------------------------------------------------------------------------------------------------
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks an assistant's text for training; here its body is rendered as it is."""
-
-    tags = {"generation"}  # noqa: RUF012 # declared so by jinja2
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Models were trained on what transformers renders, so neither jinja2's HTML escapes nor its key order will do.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
 # --- a template ---------------------------------------------------------------------------------------------------
 
 
@@ -144,12 +100,13 @@ class ChatTemplate:
         self.source = source
         self.special_tokens = dict(special_tokens or {})
         self._for_tools = for_tools
-        self._template = _environment().from_string(source)
+        self._template = compile_template(source)
 
     @cached_property
     def traits(self) -> TemplateTraits:
         """Found out by rendering small conversations, once."""
-        return _Probe(self._template, self.special_tokens).traits()
+        with bounded():
+            return _Probe(self._template, self.special_tokens).traits()
 
     def variant(self, tools: Sequence[Tool] | None) -> ChatTemplate:
         """The template for a request with these tools."""
@@ -191,7 +148,7 @@ class ChatTemplate:
             path: of the messages in the request, for errors.
 
         Raises:
-            InvalidRequest: the template refused the messages, or the last one cannot be continued.
+            InvalidRequest: the template refused the messages, or was stopped, or the last one cannot be continued.
         """
         form = form or default_format()
         messages = self._shown(messages, tools, form)
@@ -235,27 +192,47 @@ class ChatTemplate:
         path: str,
     ) -> Rendering:
         try:
+            with bounded():
+                return self._first_shape(messages, tools, names, form, path)
+        except TemplateLimitExceeded as error:
+            raise InvalidRequest(
+                f"The chat template {self.name} was stopped: {error}. Send fewer or shorter messages, or use another "
+                "template.",
+                param=path,
+            ) from error
+
+    def _first_shape(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        names: Mapping[str, Any],
+        form: ToolFormat,
+        path: str,
+    ) -> Rendering:
+        try:
             return self.render_as_given(messages, names, tools=tools)
+        except TemplateLimitExceeded:
+            raise
         except Exception as error:
             refusal = error  # what the template says of the conversation as it came is what counts
         for shape in conversations.other_shapes(messages, tools, form):
             try:
                 rendering = self.render_as_given(shape.messages, names, tools=shape.tools)
+            except TemplateLimitExceeded:
+                raise
             except Exception:
                 continue
             logger.debug("The chat template {} takes the conversation with {}", self.name, shape.description)
             return rendering
         raise InvalidRequest(
-            f"The chat template {self.name} could not render the messages: {refusal}", param=path
+            f"The chat template {self.name} could not render the messages: {str(refusal)[:_MOST_TOLD]}", param=path
         ) from refusal
 
 
 def _render(template: Template, names: Mapping[str, Any]) -> Rendering:
     messages = [_with_reasoning(message) for message in names["messages"]]
-    # What Template.render() does, with the context kept for what the template has set in it.
-    context = template.new_context({"documents": None, **names, "messages": messages})
-    text = "".join(template.root_render_func(context))
-    return Rendering(_valid_text(text), _strings(context.get_exported().get("stop_strings")))
+    text, exported = run_template(template, {"documents": None, **names, "messages": messages})
+    return Rendering(_valid_text(text), _strings(exported.get("stop_strings")))
 
 
 def _with_reasoning(message: Message) -> Message:
@@ -456,7 +433,7 @@ def _named_template(
     name: str, own: Mapping[str, str], special_tokens: Mapping[str, str], template_dir: Path
 ) -> ChatTemplate:
     file_name = name if name.endswith(SUFFIX) else name + SUFFIX
-    if Path(file_name).name != file_name:
+    if not is_plain_name(file_name):
         raise InvalidRequest(f"prompt_template {name!r} must be a name, not a path.", param="prompt_template")
     source = _read_source(template_dir / file_name) or own.get(name)
     if source is None:
@@ -496,6 +473,9 @@ def _read_source(path: Path) -> str | None:
     if not os.path.isfile(path):  # unlike Path.is_file() also false for a name that is too long
         return None
     try:
+        if path.stat().st_size > MAX_SOURCE * 4:  # what UTF-8 needs at most
+            logger.warning("The chat template {} is skipped: it is too large", path.name)
+            return None
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         logger.warning("The chat template {} is skipped: {}", path.name, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
@@ -20,12 +21,14 @@ class AnswerRecord:
 
     Args:
         endpoint: path of the route that was asked, without a prefix.
+        on_begin: called with the first event.
     """
 
-    def __init__(self, metrics: Metrics, endpoint: str) -> None:
+    def __init__(self, metrics: Metrics, endpoint: str, on_begin: Callable[[], None] = lambda: None) -> None:
         self.finish: Finish | None = None
         self._metrics = metrics
         self._endpoint = endpoint
+        self._on_begin = on_begin
         self._asked_at = monotonic()
         self._prompt_tokens: int | None = None  # None: the engine has not taken the prompt
         self._begun = False
@@ -46,6 +49,7 @@ class AnswerRecord:
         now = monotonic()
         if not self._begun:
             self._begun = True
+            self._on_begin()
             self._metrics.waiting.dec()
             self._metrics.running.inc()
         match event:

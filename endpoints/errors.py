@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Any, NotRequired, TypeAlias, TypedDict
+from itertools import islice
+from typing import Any, Final, NotRequired, TypeAlias, TypedDict
 
 from fastapi.exceptions import RequestValidationError
 from loguru import logger
@@ -42,6 +43,30 @@ class ErrorBody(TypedDict):
 
 RenderError: TypeAlias = Callable[[ServerError], ErrorBody]
 
+# For the OpenAPI document: the envelope, and the responses of every route that have it.
+ERROR_SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "Path of the field at fault."},
+                "code": {"type": "string"},
+            },
+            "required": ["message", "type", "param", "code"],
+        },
+        "detail": {"type": "string", "description": "The message once more, of TabbyAPI's own routes."},
+    },
+    "required": ["error"],
+}
+_ENVELOPE: Final[dict[str, Any]] = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
+    "4XX": {"description": "The request cannot be served as it is.", "content": _ENVELOPE},
+    "5XX": {"description": "The server cannot serve it, or not now.", "content": _ENVELOPE},
+}
+
 
 def openai_error(error: ServerError) -> ErrorBody:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
@@ -62,6 +87,8 @@ def error_response(error: ServerError, render: RenderError) -> Response:
     headers: dict[str, str] = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
+    if error.status == HTTPStatus.REQUEST_TIMEOUT:  # what would still come of the request is no other one
+        headers["Connection"] = "close"
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     return Response(dump_json(render(error)), error.status, headers, media_type="application/json")
@@ -130,7 +157,20 @@ def _problem(path: str, text: str, kind: str, given: object) -> str:
     if kind.endswith(("_parsing", "_from_float")) or kind in ("too_short", "too_long"):
         text = text.partition(",")[0]  # why it is none, which what was given shows as well
         text = text.removesuffix(" after validation")
-    shown = json.dumps(given, ensure_ascii=False, default=str)
+    if kind == "too_long" and isinstance(given, (list, dict)):
+        return f"{path} {text}, not {len(given)}"
+    shown = json.dumps(_excerpt(given), ensure_ascii=False, default=str)
     if len(shown) > MAX_INPUT_SHOWN:
         shown = shown[:MAX_INPUT_SHOWN] + "…"
     return f"{path} {text}, not {shown}"
+
+
+def _excerpt(value: object) -> object:
+    """As much of a value as can be shown, so that a large one does not take long to be shown."""
+    if isinstance(value, str):
+        return value[: MAX_INPUT_SHOWN + 1]
+    if isinstance(value, list):
+        return [_excerpt(item) for item in value[:MAX_INPUT_SHOWN]]
+    if isinstance(value, dict):
+        return {name: _excerpt(item) for name, item in islice(value.items(), MAX_INPUT_SHOWN)}
+    return value

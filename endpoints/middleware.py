@@ -1,7 +1,8 @@
-"""What wraps every request: its id and its line in the log, how large it may be, and which web pages may send it."""
+"""What wraps every request: its id and its line in the log, how large it may be, and how long it may take to come."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from time import perf_counter
 from typing import Final
@@ -9,26 +10,25 @@ from uuid import uuid4
 
 from loguru import logger
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.errors import RequestTooLarge
+from common.errors import BodyTimeout, InvalidRequest, RequestTooLarge
 from common.logger import request_id
 from endpoints.errors import core_error, error_response, to_server_error
 from endpoints.request_log import as_json, redact_headers
 
 HEADER: Final = "X-Request-Id"
+MAX_PATH_SHOWN: Final = 200  # characters, in the log
 _ACCEPTABLE_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 # Asked for every few seconds by whatever watches over the server.
 _PROBES: Final = ("/health", "/ping", "/ready", "/metrics")
-LOOPBACK_ORIGINS: Final = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
 class RequestContextMiddleware:
     """Gives every request an id, the client's own where it is fit for a log, sends it back, and logs the outcome.
 
-    What fails outside of a route, which would render it, is rendered here.
+    What fails outside of a route, which would render it, is rendered here. A request that leaves open where it ends is
+    refused: a proxy in front of the server may see another end, and what follows it as somebody else's request.
 
     Args:
         log_headers: log the request's headers too, when it arrives.
@@ -46,30 +46,35 @@ class RequestContextMiddleware:
         given = headers.get(HEADER, "")
         identity = given if _ACCEPTABLE_ID.fullmatch(given) else uuid4().hex
         status: int | None = None
+        ambiguous = "transfer-encoding" in headers and "content-length" in headers
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)[HEADER] = identity
+                if ambiguous:
+                    MutableHeaders(scope=message)["Connection"] = "close"
             await send(message)
 
-        level = "DEBUG" if scope["path"] in _PROBES else "INFO"
+        path = scope["path"][:MAX_PATH_SHOWN]
+        level = "DEBUG" if path in _PROBES else "INFO"
         started = perf_counter()
         token = request_id.set(identity)
         if self._log_headers:
             shown = as_json(redact_headers(headers))
-            logger.log(level, "{} {!r} with headers {}", scope["method"], scope["path"], shown)
+            logger.log(level, "{} {!r} with headers {}", scope["method"], path, shown)
         try:
+            if ambiguous:
+                raise InvalidRequest("A request may have a Content-Length or a Transfer-Encoding, but not both.")
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             if status is not None:  # too late for another response: the connection is closed instead
                 raise
             await error_response(to_server_error(error), core_error)(scope, receive, send_with_id)
         finally:
-            logger.log(
-                level, "{} {!r}: {} in {:.3f} s", scope["method"], scope["path"], status, perf_counter() - started
-            )
+            seconds = perf_counter() - started
+            logger.log(level, "{} {!r}: {} in {:.3f} s", scope["method"], path, status, seconds)
             request_id.reset(token)
 
 
@@ -109,26 +114,36 @@ class BodyLimitMiddleware:
         await self._app(scope, receive_within_limit, send)
 
 
-class CorsMiddleware(CORSMiddleware):
-    """Starlette's, set up from `network.cors_origins`, with a line in the log for whoever wonders why it refuses."""
+class BodyTimeoutMiddleware:
+    """Refuses a body that does not come, when it is read: as `BodyLimitMiddleware` does. The connection is closed then.
 
-    def __init__(self, app: ASGIApp, origins: list[str]) -> None:
-        everybody = "*" in origins
-        super().__init__(
-            app,
-            allow_origins=[origin for origin in origins if origin != "loopback"],
-            allow_origin_regex=LOOPBACK_ORIGINS if "loopback" in origins else None,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            allow_credentials=not everybody,
-            expose_headers=[HEADER],
-        )
+    Args:
+        limit: seconds that may pass between two pieces of it.
+    """
 
-    def preflight_response(self, request_headers: Headers) -> Response:
-        response = super().preflight_response(request_headers)
-        if response.status_code != 200:
-            logger.warning(
-                "A web page at {} was refused by CORS. Add that origin to network.cors_origins to let it in.",
-                request_headers.get("origin"),
-            )
-        return response
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        complete = False
+
+        async def receive_in_time() -> Message:
+            nonlocal complete
+            if complete:  # from now on it is waited for the client to go
+                return await receive()
+            try:
+                async with asyncio.timeout(self._limit):
+                    message = await receive()
+            except TimeoutError:
+                raise BodyTimeout(
+                    f"Nothing more of the request's body has come for {self._limit} s; network.body_timeout sets that "
+                    "limit."
+                ) from None
+            complete = not message.get("more_body", False)
+            return message
+
+        await self._app(scope, receive_in_time, send)

@@ -27,17 +27,25 @@ REDACTED: Final = "[REDACTED]"
 _SECRET_HEADER: Final = re.compile("auth|cookie|key|secret|token", re.IGNORECASE)
 # Left out of files, which are made to be passed on.
 _PERSONAL_HEADERS: Final = ("host", "user-agent")
-_SECRET_MEMBERS: Final = frozenset(
-    {"admin_key", "api_key", "authorization", "hf_token", "token", "x-admin-key", "x-api-key"}
+# Of JSON objects and queries. Not every name with "token" in it: reasoning_end_token is none of these.
+_SECRET_MEMBER: Final = re.compile(
+    r".*(api|admin|access|auth|private|secret|signing)[-_ ]?key"
+    r"|(.*(api|access|auth|bearer|hf|id|refresh|session)[-_ ]?)?token"
+    r"|(.*[-_ ])?(authorization|cookies?|credentials?|pass(word|wd|phrase)|secret)",
+    re.IGNORECASE | re.DOTALL,
 )
+_QUERY: Final = re.compile(r"\?\S+")  # of a URL in a header, as in Referer
 
 
 def redact_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: REDACTED if _SECRET_HEADER.search(name) else value for name, value in headers.items()}
+    return {
+        name: REDACTED if _SECRET_HEADER.search(name) else _QUERY.sub(f"?{REDACTED}", value)
+        for name, value in headers.items()
+    }
 
 
 def redact_members(members: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: REDACTED if name.lower() in _SECRET_MEMBERS else value for name, value in members.items()}
+    return {name: REDACTED if _SECRET_MEMBER.fullmatch(name) else value for name, value in members.items()}
 
 
 def redact_body(body: bytes) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -12,9 +12,12 @@ from fastapi.routing import APIRoute, iter_route_contexts
 from loguru import logger
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from common.auth import ADMINISTRATOR, Caller
 from common.errors import AuthenticationFailed, InvalidRequest, ServerError
+from common.json_body import SMALL_BODY, read_json
+from endpoints.admission import Place
 from endpoints.errors import ErrorBody, core_error, error_response, openai_error, to_server_error
 from endpoints.request_log import record_request
 from endpoints.state import state_of
@@ -39,16 +42,15 @@ CLIENT_CLOSED_REQUEST = 499
 
 class JsonRequest(Request):
     async def json(self) -> Any:
-        """The body. Half a surrogate pair, which JSON can express and UTF-8 cannot, becomes a question mark."""
-        try:
-            value = await super().json()
-            if b"\\ud" in (await self.body()).lower():
-                return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
-        except json.JSONDecodeError:
-            raise  # FastAPI tells its place
-        except (ValueError, RecursionError) as error:  # no UTF-8, too deep, or a number of thousands of digits
-            raise HTTPException(HTTPStatus.BAD_REQUEST, f"The body cannot be read as JSON: {error}.") from error
-        return value
+        """The body, read once; see `read_json()`."""
+        if not hasattr(self, "_json"):
+            body = await self.body()
+            small = len(body) <= SMALL_BODY
+            try:
+                self._json = read_json(body) if small else await asyncio.to_thread(read_json, body)
+            except InvalidRequest as error:  # of which FastAPI would not pass on what it says
+                raise HTTPException(HTTPStatus.BAD_REQUEST, error.message) from error
+        return self._json
 
 
 class ApiRoute(APIRoute):
@@ -68,9 +70,10 @@ class ApiRoute(APIRoute):
             try:
                 if (caller := authorise(request, level)) is not None:
                     request.state.permission, request.state.owner = caller
+                    state_of(request).refuse_when_stopping()
                     await request.body()  # here, where what goes wrong with it is told as it is
                     await record_request(request, state_of(request).settings.logging)
-                return await handle(request)
+                return await self.serve(request, handle)
             except ClientDisconnect:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
             except Exception as error:
@@ -80,9 +83,32 @@ class ApiRoute(APIRoute):
                 # Open routes are asked over and over by whatever watches the server.
                 logger.log("DEBUG" if level == "none" else "INFO", "Not served: {} ({})", failure.code, what)
                 state_of(request).metrics.http_errors.labels(self.path, failure.code).inc()
-                return error_response(failure, self.render_error)
+                response = error_response(failure, self.render_error)
+                if state_of(request).stopping:
+                    response.headers["Connection"] = "close"
+                return response
 
         return guarded
+
+    async def serve(self, request: Request, handle: Handler) -> Response:
+        """Have the request handled, whose key has been checked and whose body is there."""
+        return await handle(request)
+
+
+class QueuedRoute(ApiRoute):
+    """A route whose requests wait for the model. Each has a place in the queue until its response is sent."""
+
+    async def serve(self, request: Request, handle: Handler) -> Response:
+        place = request.state.place = state_of(request).queue.enter(request.state.owner)
+        return await place.hold(handle(request))
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().handle(scope, receive, send)
+        finally:
+            place: Place | None = getattr(Request(scope).state, "place", None)
+            if place is not None:
+                place.leave()
 
 
 class CoreRoute(ApiRoute):
@@ -91,6 +117,10 @@ class CoreRoute(ApiRoute):
 
 class OpenAIRoute(ApiRoute):
     render_error = staticmethod(openai_error)
+
+
+class OpenAIQueuedRoute(QueuedRoute, OpenAIRoute):
+    pass
 
 
 def level_of(route: APIRoute) -> Level:

@@ -13,11 +13,12 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 from loguru import logger
-from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette import EventSourceResponse
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
@@ -25,6 +26,7 @@ from backends.client import EngineClient, Generation
 from common.errors import ServerError
 from common.generation import Event, Finish, FinishReason, GenerationRequest
 from common.metrics import Metrics
+from endpoints.admission import Place
 from endpoints.answer_record import CANCELLED, AnswerRecord
 from endpoints.errors import RenderError, dump_json, to_server_error
 
@@ -45,8 +47,6 @@ TellFinish: TypeAlias = Callable[[int, Finish], FinishReason]
 # How long a stream's status line waits for the engine's verdict on the prompt. A refusal within it is a plain error
 # response, a later one is an error inside the stream.
 ACCEPT_SECONDS = 1.0
-# Time for streams to say why they end when the server shuts down, before they are cut.
-SHUTDOWN_GRACE_SECONDS = 5.0
 DONE = "[DONE]"
 
 
@@ -58,6 +58,7 @@ class Answers:
 
     Args:
         endpoint: path of the route that was asked, without a prefix.
+        place: of the request in the queue.
     """
 
     def __init__(
@@ -67,17 +68,19 @@ class Answers:
         *,
         metrics: Metrics,
         endpoint: str,
+        place: Place,
         finish_reason: TellFinish,
     ) -> None:
         self._client = client
         self._requests = requests
         self._finish_reason = finish_reason
-        self._records = [AnswerRecord(metrics, endpoint) for _ in requests]
+        self._records = [AnswerRecord(metrics, endpoint, place.begin) for _ in requests]
         self._generations: list[Generation] = []
         self._queued: list[Queued] = []
         self._events: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
-        self._pumps: list[asyncio.Task[None]] = []
         self._opening = asyncio.create_task(self._open())
+        self._failure: ServerError | None = None
+        place.hand_over(self.fail)
         metrics.requests.labels(endpoint).inc()
 
     async def accepted(self, patience: float | None = None) -> bool:
@@ -93,6 +96,8 @@ class Answers:
             ServerError: the engine refused a prompt, or there is no engine any more.
         """
         done, _ = await asyncio.wait({self._opening}, timeout=patience)
+        if self._failure is not None:
+            raise self._failure
         if done:
             self._opening.result()
         return bool(done)
@@ -112,13 +117,18 @@ class Answers:
                 running -= 1
                 self._records[index].end(self._finish_reason(index, event))
 
+    def fail(self, error: ServerError) -> None:
+        """End the answers from outside: whoever waits for them gets the error. Harmless after their end."""
+        self._failure = error
+        self._end_all(error)
+        self._opening.cancel()
+        self._events.put_nowait((0, error))
+
     async def close(self) -> None:
         for index, record in enumerate(self._records):
             record.end(CANCELLED if record.finish is None else self._finish_reason(index, record.finish))
-        tasks = [self._opening, *self._pumps]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._opening.cancel()
+        await asyncio.gather(self._opening, return_exceptions=True)
         for generation in self._generations:
             await generation.cancel()
 
@@ -136,7 +146,7 @@ class Answers:
                 generation = await self._client.generate(request)
                 self._generations.append(generation)
                 # From now on, so that events are measured when they come.
-                self._pumps.append(asyncio.create_task(self._pump(index, generation)))
+                generation.follow(partial(self._receive, index))
             for generation, record in zip(self._generations, self._records, strict=True):
                 prompt_tokens = await generation.accepted()
                 record.accepted(prompt_tokens)
@@ -145,13 +155,10 @@ class Answers:
             self._end_all(error)
             raise
 
-    async def _pump(self, index: int, generation: Generation) -> None:
-        try:
-            async for event in generation:
-                self._records[index].received(event)
-                self._events.put_nowait((index, event))
-        except Exception as error:
-            self._events.put_nowait((index, error))
+    def _receive(self, index: int, event: Event | ServerError) -> None:
+        if not isinstance(event, ServerError):
+            self._records[index].received(event)
+        self._events.put_nowait((index, event))
 
     def _end_all(self, error: Exception) -> None:
         for record in self._records:
@@ -187,7 +194,7 @@ class EventStream(EventSourceResponse):
     """Server-sent events that always end with an error or what the API calls a finish, then with its terminator.
 
     Args:
-        payloads: JSON texts, one for each event.
+        payloads: JSON texts without line breaks, one for each event.
         render_error: the envelope for an error that `payloads` raises.
         ping: seconds between comments that keep the connection alive; 0 for none.
         terminator: the last event; None for APIs that have none.
@@ -209,7 +216,6 @@ class EventStream(EventSourceResponse):
             self._frames(payloads, render_error),
             ping=ping,
             headers=headers,
-            shutdown_grace_period=SHUTDOWN_GRACE_SECONDS,
             client_close_handler_callable=self._log_disconnect,
         )
         self._terminator = terminator
@@ -223,22 +229,30 @@ class EventStream(EventSourceResponse):
             if self._cleanup is not None:
                 await self._cleanup()
 
-    async def _frames(self, payloads: AsyncIterator[str], render_error: RenderError) -> AsyncIterator[ServerSentEvent]:
+    async def _frames(self, payloads: AsyncIterator[str], render_error: RenderError) -> AsyncIterator[bytes]:
         try:
             async for payload in payloads:
-                yield ServerSentEvent(payload)
+                yield _frame(payload)
         except Exception as error:
             told = to_server_error(error)
             logger.info("The stream ends with an error: {}", told.message)
-            yield ServerSentEvent(dump_json(render_error(told)))
+            yield _frame(dump_json(render_error(told)))
         self._complete = True
         if self._terminator is not None:
-            yield ServerSentEvent(self._terminator)
+            yield _frame(self._terminator)
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        # sse-starlette's opens a cancel scope for each event, though there is no limit: connections have theirs.
+        await send(message)
 
     async def _log_disconnect(self, message: Message) -> None:
         # Many clients close the connection as soon as they read the terminator.
         if not self._complete:
             logger.info("The client has gone before the end of its stream")
+
+
+def _frame(payload: str) -> bytes:
+    return f"data: {payload}\r\n\r\n".encode()
 
 
 async def stream_answers(

@@ -81,7 +81,7 @@ def errors_table() -> str:
     rows = ["| Status | `type` | `code` | `Retry-After` | |", "|---|---|---|---|---|"]
     for leaf in sorted(_error_tree(ServerError), key=lambda error: error.status):
         retry = "" if leaf.retry_after is None else f"{leaf.retry_after} s"
-        meaning = (leaf.__doc__ or "").split(".")[0]
+        meaning = re.split(r"\.(?:\s|$)", leaf.__doc__ or "")[0]
         rows.append(f"| {leaf.status} | `{leaf.type}` | `{leaf.code}` | {retry} | {meaning}. |")
     return "\n".join(rows)
 

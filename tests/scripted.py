@@ -58,8 +58,8 @@ class ScriptedEngine:
         lines = path.read_bytes().splitlines() if path.exists() else []
         return [msgspec.json.decode(line, type=GenerationRequest) for line in lines]
 
-    def client(self, name: str = "alpha", **model: object) -> EngineClient:
-        return EngineClient(self.model_dir / name, load_settings(**model), self.command)
+    def client(self, name: str = "alpha", *, engine_timeout: float = 0, **model: object) -> EngineClient:
+        return EngineClient(self.model_dir / name, load_settings(**model), self.command, engine_timeout=engine_timeout)
 
-    def manager(self) -> ModelManager:
-        return ModelManager(self.model_dir, self.command)
+    def manager(self, *, engine_timeout: float = 0) -> ModelManager:
+        return ModelManager(self.model_dir, self.command, engine_timeout=engine_timeout)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from common.caching import (
     TierState,
 )
 from common.config_models import LoadSettings
-from common.errors import ErrorRecord, ServerError, Unsupported, validate_context_requirements
+from common.errors import ErrorRecord, ServerError, Unsupported, check_token_ids, validate_context_requirements
 from common.generation import (
     Echo,
     Event,
@@ -235,6 +235,7 @@ class ScriptedContainer:
         self._directory = directory
         self._settings = settings
         self._asked: Counter[str] = Counter()  # requests by the `when` of their play
+        self.on_results: Callable[[], None] = lambda: None
         if self._model.prepare_error is not None:
             raise ServerError.from_record(self._model.prepare_error)
 
@@ -315,9 +316,11 @@ class ScriptedContainer:
         return [ord(character) for character in text]
 
     def decode(self, tokens: list[int], *, decode_special_tokens: bool) -> str:
+        check_token_ids(tokens, self.info().vocab_size, "tokens")
         return "".join(map(chr, tokens))
 
     def pieces(self, tokens: list[int]) -> list[bytes]:
+        check_token_ids(tokens, self.info().vocab_size, "tokens")
         return [_raw(chr(token)) for token in tokens]
 
     def cache_state(self) -> CacheState:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).parents[1]
+MAIN = (sys.executable, str(ROOT / "main.py"))
 API_KEY, ADMIN_KEY = "test-api-key", "test-admin-key"
 START_SECONDS = 120
 
@@ -61,7 +62,12 @@ class ServerProcess:
 
 @contextmanager
 def served(
-    folder: Path, *arguments: str, model: Path | None = None, ready: bool = True, api_key: str = API_KEY
+    folder: Path,
+    *arguments: str,
+    model: Path | None = None,
+    ready: bool = True,
+    api_key: str = API_KEY,
+    program: Sequence[str] = MAIN,
 ) -> Iterator[ServerProcess]:
     """Start the server in a folder, where it finds its keys and writes its logs, and stop it in the end.
 
@@ -71,9 +77,10 @@ def served(
         model: folder of the model to load at start.
         ready: wait until the model answers, instead of until the server does.
         api_key: key that is no administrator's.
+        program: what to start with the options.
     """
     (folder / "api_tokens.yml").write_text(f"api_key: {api_key}\nadmin_key: {ADMIN_KEY}\n", encoding="utf-8")
-    command = [sys.executable, str(ROOT / "main.py"), "--port", "0", *arguments]
+    command = [*program, "--port", "0", *arguments]
     if model is not None:
         command += ["--model-dir", str(model.parent), "--model-name", model.name]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)

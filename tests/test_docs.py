@@ -18,20 +18,23 @@ from ruamel.yaml import YAML
 
 import start
 from backends.exllamav3.checkpoints import DEFAULT_INTERVAL, DEFAULT_INTERVAL_PP, plan
-from common.auth import KeyStore
+from common.auth import KEY_BYTES, KeyStore
 from common.config_models import Settings
+from common.errors import HostNotAllowed, OriginNotAllowed
+from common.fetch import MAX_REDIRECTS, PUBLIC_PORTS
 from common.grammar import MOST_CHARACTERS, check_constraint
 from common.json_schema import WHITESPACE
+from common.limits import MAX_ANSWERS, MAX_PROMPTS, MAX_TOP_LOGPROBS
 from common.metrics import Metrics
 from common.parsing.detection import tool_format_names
 from common.prefixes import MAX_TURNS
-from common.sampling import MAX_ANSWERS, MAX_TOP_LOGPROBS, SamplerPresets
+from common.sampling import SamplerPresets
 from common.settings_catalog import ALL_SETTINGS, CATALOG, SECTIONS, unknown_keys
 from common.templating import ChatTemplate, find_template
 from endpoints.OAI.types.chat import ChatCompletionRequest
 from endpoints.OAI.types.common import GenerationFields
-from endpoints.OAI.types.completion import MAX_PROMPTS
 from endpoints.OAI.utils.constraints import FORMATS, requested_constraints
+from endpoints.protocol import MAX_HEADER_BYTES
 from endpoints.server import create_app, route_table
 from tests.endpoints.running import CHATML, RunningServer
 from tests.scripted import ScriptedEngine
@@ -46,6 +49,7 @@ TOOLS = ROOT / "docs" / "10.-Tool-Calling.md"
 REASONING = ROOT / "docs" / "11.-Reasoning.md"
 CACHING = ROOT / "docs" / "12.-Prompt-Caching.md"
 MONITORING = ROOT / "docs" / "13.-Monitoring.md"
+SECURITY = ROOT / "docs" / "15.-Security.md"
 MOVING = ROOT / "docs" / "Coming-from-TabbyAPI.md"
 GETTING_STARTED = ROOT / "docs" / "01.-Getting-Started.md"
 
@@ -304,6 +308,18 @@ def test_reasons_for_processing_again_exist() -> None:
     pieces = [piece.strip() for reason in quoted for piece in re.split(r"…|\bN\b|^tools ", reason)]
     assert len(quoted) > 8
     assert [piece for piece in pieces if piece not in source] == []
+
+
+def test_what_the_page_on_security_says_is_in_force() -> None:
+    text = text_of(SECURITY)
+    assert f"{MAX_HEADER_BYTES // 1024} KB of headers" in text
+    assert f"ports {' and '.join(map(str, PUBLIC_PORTS))}" in text
+    assert f"{KEY_BYTES * 8} random" in text
+    assert {3: "three"}[MAX_REDIRECTS] in text
+    assert all(f"`{code}`" in text for code in (HostNotAllowed.code, OriginNotAllowed.code))
+    app = create_app(Settings(), ScriptedEngine(ROOT).manager(), None)
+    open_routes = {row.path for row in route_table(app) if row.level == "none"}
+    assert all(f"`{path}`" in section(SECURITY, "Keys") for path in open_routes)
 
 
 # --- messages and examples ----------------------------------------------------------------------------------------

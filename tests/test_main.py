@@ -30,7 +30,7 @@ TURN: ChatCompletionUserMessageParam = {"role": "user", "content": "Ada measured
 
 @pytest.fixture(scope="module")
 def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with served(tmp_path_factory.mktemp("server"), model=tiny_llama) as process:
+    with served(tmp_path_factory.mktemp("server"), "--chunk-size", "512", model=tiny_llama) as process:
         yield process
 
 
@@ -133,14 +133,14 @@ def test_a_prompt_that_is_too_long_is_refused_with_what_fits(server: ServerProce
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_during_prefill_frees_the_engine(server: ServerProcess, stream: bool) -> None:
-    prompt = [5 + i * (2 + stream) % 900 for i in range(6000)]
+    prompt = [5 + i * (2 + stream) % 900 for i in range(4000)]
     with server.client() as http:
         with pytest.raises(httpx.ReadTimeout):
-            http.post("/v1/completions", json={"prompt": prompt, "stream": stream}, timeout=0.5)
+            http.post("/v1/completions", json={"prompt": prompt, "stream": stream}, timeout=0.2)
         # The engine learns of the cancellation before this request; what it had not yet read stays unread.
         assert http.post("/v1/completions", json={"prompt": "The", **GREEDY}).status_code == 200
         usage = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).json()["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] < 5000
+        assert usage["prompt_tokens_details"]["cached_tokens"] < 3500
 
 
 # --- the checkpoint feature from outside --------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+from time import monotonic
 from typing import Literal
 
 import torch
@@ -155,6 +156,24 @@ __all__ = [
 ]
 
 FLOAT32 = torch.float
+
+
+class _Stamp:
+    """A moment that the engine notes in a job, taken from a clock that does not jump: it reads the wall clock."""
+
+    def __init__(self, name: str) -> None:
+        self._name = f"_steady_{name}"
+
+    def __get__(self, job: Job, kind: type | None = None) -> float | None:
+        moment: float | None = getattr(job, self._name)
+        return moment
+
+    def __set__(self, job: Job, wall_time: float | None) -> None:
+        setattr(job, self._name, None if wall_time is None else monotonic())
+
+
+for _name in ("time_enqueue", "time_first_prefill", "time_first_token", "time_last_token"):
+    setattr(Job, _name, _Stamp(_name))
 
 
 def token_tensor(tokens: list[int]) -> Tensor:

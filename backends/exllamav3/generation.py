@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -28,6 +28,7 @@ from backends.exllamav3.prompt_tokens import PromptEncoder
 from backends.exllamav3.sampler import JobSampler, build_sampler
 from backends.exllamav3.thoughts import ThoughtBudget
 from backends.exllamav3.token_bytes import REPLACEMENT, TokenBytes, token_bytes
+from backends.exllamav3.turns import Turns
 from common.caching import CacheExplanation
 from common.config_models import PAGE_TOKENS
 from common.errors import InvalidRequest, Unsupported, check_token_ids, validate_context_requirements
@@ -67,7 +68,9 @@ class Served:
     Attributes:
         add_bos: whether a text gets a BOS token when the request does not say.
         ledger: of the generator's checkpoints.
+        turns: of the generator's queue.
         history: of the prompts that it has served; each is added when its job ends.
+        on_results: is called whenever the engine has handed a result to a job.
     """
 
     generator: AsyncGenerator
@@ -77,7 +80,9 @@ class Served:
     add_bos: bool
     limits: Limits
     ledger: CheckpointLedger
+    turns: Turns
     history: PromptHistory
+    on_results: Callable[[], None]
 
 
 def start_job(request: GenerationRequest, served: Served) -> EngineJob | PromptJob:
@@ -112,6 +117,9 @@ def start_job(request: GenerationRequest, served: Served) -> EngineJob | PromptJ
         job = AsyncCheckpointJob(
             generator,
             placement,
+            served.turns,
+            request.owner,
+            served.on_results,
             input_ids=prompt.ids,
             max_new_tokens=prompt.max_new_tokens,
             min_new_tokens=request.min_tokens,
@@ -122,7 +130,7 @@ def start_job(request: GenerationRequest, served: Served) -> EngineJob | PromptJ
             decode_special_tokens=True,  # the parsers of reasoning and tool calls look for them
             banned_strings=request.banned_strings or None,
             token_healing=prompt.healed is not None,
-            max_rq_tokens=served.limits.max_rq_tokens,
+            max_rq_tokens=prompt.max_rq_tokens,
             # Each token of the window costs memory, and one that the answer cannot fill finds nothing.
             stop_on_loop=(window, LOOP_REPETITIONS) if LOOP_REPETITIONS < window <= prompt.max_new_tokens else None,
         )
@@ -140,7 +148,7 @@ def explain_request(request: GenerationRequest, served: Served) -> CacheExplanat
         input_ids=prompt.ids,
         max_new_tokens=prompt.max_new_tokens,
         token_healing=prompt.healed is not None,
-        max_rq_tokens=served.limits.max_rq_tokens,
+        max_rq_tokens=prompt.max_rq_tokens,
     )
     try:
         job.prepare_for_queue(generator, serial_number=0)
@@ -158,12 +166,14 @@ class _Prompt:
     Attributes:
         ids: (1, tokens).
         boundaries: in tokens; none without recurrent layers.
+        max_rq_tokens: of the answer, those that room is reserved for at a time; None for all at once.
         healed: the last token, where it is sampled again.
     """
 
     ids: Tensor
     boundaries: list[int]
     max_new_tokens: int
+    max_rq_tokens: int | None
     healed: int | None
 
 
@@ -182,7 +192,9 @@ def _read_prompt(request: GenerationRequest, served: Served) -> _Prompt:
     # The engine keeps the token that it heals out of its filters, so what that adds to the prompt could be anything.
     filtered = bool(request.constraints) or (request.thoughts is not None and request.thoughts.budget is not None)
     healed = _healed_token(ids, served.tokenizer) if request.token_healing and not filtered else None
-    return _Prompt(ids, boundaries, max_new_tokens, healed)
+    # For an answer shorter than that the engine would reserve as much all the same, and others would have to wait.
+    chunked = limits.max_rq_tokens is not None and limits.max_rq_tokens < max_new_tokens
+    return _Prompt(ids, boundaries, max_new_tokens, limits.max_rq_tokens if chunked else None, healed)
 
 
 def _explain_prompt(request: GenerationRequest, prompt: _Prompt, served: Served, found: Lookup) -> CacheExplanation:
@@ -308,7 +320,8 @@ class EngineJob:
             case None:
                 self._count_rewind(result, token_ids)
             case "stop_string":
-                text = result.get("text", "")
+                # After half a character the engine decodes anew what it has held back, the stop string included.
+                text, _ = _cut_at_stop(result.get("text", ""), self._request.stop_strings)
                 stop_sequence = result["eos_triggering_string"]
             case "max_new_tokens" | "end_filter":
                 # The engine does not look for strings in the token with which an answer ends for another reason.

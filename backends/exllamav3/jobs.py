@@ -1,4 +1,7 @@
-"""The engine's jobs, which make checkpoints where prompts change, keep them, and tell what they found in the caches."""
+"""The engine's jobs, which make checkpoints where prompts change, keep them, and tell what they found in the caches.
+
+They start in the order of their owners' turns.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import torch
 
 from backends.exllamav3.cache_lookup import Lookup, look_up
 from backends.exllamav3.engine import ENGINE_REQUIREMENT, ENGINE_VERSION, AsyncGenerator, AsyncJob, Job
+from backends.exllamav3.turns import Turn, Turns
 from common.caching import CacheExplanation, TierName
 from common.config_models import PAGE_TOKENS
 from common.errors import SettingsError
@@ -31,6 +35,8 @@ REPLACED = {
 }
 # Below this many entries a ledger is not worth tidying.
 SMALL_LEDGER = 64
+# A pass over fewer tokens of a prompt takes hardly less time: all weights are read all the same.
+SMALLEST_PASS = 128
 
 
 def check_engine_job(job: type) -> None:
@@ -146,6 +152,9 @@ class CheckpointJob(Job):  # type: ignore[misc]  # the engine has no annotations
 
     # The engine calls __init__ again for each further segment of an answer; what is set beside it stays.
     placement: Placement
+    turns: Turns
+    owner: str
+    turn: Turn
     found: Lookup | None = None
     explanation: CacheExplanation | None = None
     _anchors: tuple[bytes, ...] = ()  # keys of the checkpoints to keep, the most important one last
@@ -158,11 +167,40 @@ class CheckpointJob(Job):  # type: ignore[misc]  # the engine has no annotations
         self._keep_anchors()
 
     def prefill(self, results: list[dict[str, Any]], chunk_size: int | None = None) -> None:
+        before = self._unprocessed
+        self._pass(results, chunk_size)
+        if chunk_size is not None and self._unprocessed < before:
+            self._share(results, chunk_size, before - self._unprocessed)
+
+    def _pass(self, results: list[dict[str, Any]], chunk_size: int | None) -> None:
         super().prefill(results, self._cut(chunk_size))
         cache = self.generator.recurrent_cache
         if cache is not None:
             # The engine would ask later in its turn, when another job may be about to write the same page again.
             self.maybe_stash_recurrent(cache)
+
+    def _share(self, results: list[dict[str, Any]], chunk_size: int, tokens: int) -> None:
+        """Let other jobs have what this one has left of a chunk.
+
+        Beside jobs that generate, the engine has one prompt a step processed, however short it is: of several that come
+        together, the last would wait for as many steps.
+        """
+        left = chunk_size - max(tokens, SMALLEST_PASS)
+        for job in list(self.generator.active_jobs):
+            tokens = job._unprocessed
+            if not 0 < tokens <= left:
+                continue
+            left -= max(tokens, SMALLEST_PASS)
+            try:
+                job._pass(results, chunk_size)
+            except Exception as error:  # as the engine does with the job whose turn it is
+                self.generator.reap_failed_job(job, error, results)
+
+    @property
+    def _unprocessed(self) -> int:
+        """Tokens of the prompt that are left for prefill."""
+        sequence = self.sequences[0]
+        return len(sequence.sequence_ids) - 1 - int(sequence.kv_position)
 
     def is_checkpoint_boundary(self, override_interval: int | None = None) -> bool:
         position = self.sequences[0].kv_position
@@ -212,6 +250,7 @@ class CheckpointJob(Job):  # type: ignore[misc]  # the engine has no annotations
         return ids
 
     def _allocate_first(self) -> None:
+        self.turns.started(self)
         sequence = self.sequences[0]
         recurrent = self.generator.recurrent_cache is not None
         found = look_up(self.generator, sequence.sequence_ids.torch(), sequence.new_unique_pages)
@@ -263,8 +302,21 @@ class CheckpointJob(Job):  # type: ignore[misc]  # the engine has no annotations
 class AsyncCheckpointJob(AsyncJob):  # type: ignore[misc]  # the engine has no annotations
     """Queues a `CheckpointJob`. The engine's own constructor, which is not called, would make a plain one."""
 
-    def __init__(self, generator: AsyncGenerator, placement: Placement, **arguments: Any) -> None:
-        """`arguments`: of the engine's Job.
+    def __init__(
+        self,
+        generator: AsyncGenerator,
+        placement: Placement,
+        turns: Turns,
+        owner: str,
+        on_results: Callable[[], None],
+        **arguments: Any,
+    ) -> None:
+        """
+        Args:
+            turns: of the generator's queue.
+            owner: whose job it is; see `GenerationRequest.owner`.
+            on_results: is called for each result, when the reader of the job has been woken for it.
+            arguments: of the engine's Job.
 
         Raises:
             AssertionError: the engine does not take the job.
@@ -272,11 +324,27 @@ class AsyncCheckpointJob(AsyncJob):  # type: ignore[misc]  # the engine has no a
         self.generator = generator
         self.job = CheckpointJob(**arguments)
         self.job.placement = placement
+        self.job.turns = turns
+        self.job.owner = owner
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.cancelled = False
+        self._on_results = on_results
         generator.enqueue(self)
+        if generator.error is None:  # else it has not been queued
+            turns.queued(self.job, generator.generator.pending_jobs)
+
+    def put_result(self, result: Any) -> None:
+        super().put_result(result)
+        self._on_results()
 
     def keep_progress(self) -> None:
         """See `CheckpointJob`. Nothing after a failure of the generator, whose state nobody knows."""
         if self.generator.error is None:
             self.job.keep_progress()
+
+    async def cancel(self) -> None:
+        queue = self.generator.generator.pending_jobs
+        never_started = self.job.found is None and self.job in queue
+        await super().cancel()
+        if never_started:
+            self.job.turns.withdrawn(self.job, queue)

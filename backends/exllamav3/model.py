@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -42,6 +41,7 @@ from backends.exllamav3.engine import (
 )
 from backends.exllamav3.generation import EngineJob, Limits, PromptJob, Served, explain_request, start_job
 from backends.exllamav3.jobs import CheckpointLedger
+from backends.exllamav3.model_files import check_complete, check_files, read_object
 from backends.exllamav3.options import (
     check_pair,
     check_shared_chunk,
@@ -55,6 +55,7 @@ from backends.exllamav3.prompt_history import PromptHistory
 from backends.exllamav3.prompt_tokens import PromptEncoder
 from backends.exllamav3.tiers import plan_tiers, write_to_disk
 from backends.exllamav3.token_bytes import token_bytes
+from backends.exllamav3.turns import Turns
 from backends.messages import LoadProgress, ModelComponent, ModelInfo
 from common.caching import CacheChange, CacheExplanation, CacheState, PlanBasis
 from common.config_models import PAGE_TOKENS, LoadSettings
@@ -126,10 +127,11 @@ class ExllamaV3Container:
         self.warnings: list[str] = []
         self.generator: AsyncGenerator | None = None
         self.ledger = CheckpointLedger()
+        self.turns = Turns()
         self.history = PromptHistory()
+        self.on_results: Callable[[], None] = lambda: None
 
         self.config = _read_config(directory)
-        _check_weight_files(directory)
         self._check_devices()
         self.config.infer_params.moe_cpu_offload = model_settings.cpu_moe_offload_layers
         self.model = Model.from_config(self.config)
@@ -491,7 +493,9 @@ class ExllamaV3Container:
             add_bos=self.add_bos,
             limits=self._limits(),
             ledger=self.ledger,
+            turns=self.turns,
             history=self.history,
+            on_results=self.on_results,
         )
 
     def _limits(self) -> Limits:
@@ -528,23 +532,14 @@ class ExllamaV3Container:
 
 
 def _read_config(directory: Path) -> Config:
+    check_files(directory)
     try:
-        return Config.from_directory(str(directory))
+        config = Config.from_directory(str(directory))
     except (AssertionError, KeyError, TypeError, ValueError, OSError) as error:
         # The engine's words name the file and what it misses in it.
         raise InvalidRequest(f"{directory.name} is not a model that ExLlamaV3 can load: {error}") from error
-
-
-def _check_weight_files(directory: Path) -> None:
-    """Raise InvalidRequest where a download is incomplete, which the engine would find out while it loads."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        named = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
-        missing = sorted(name for name in named if not (directory / name).is_file())
-    else:
-        missing = [] if any(directory.glob("*.safetensors")) else ["*.safetensors"]
-    if missing:
-        raise InvalidRequest(f"{directory.name} is incomplete: {', '.join(missing)} missing. Download it again.")
+    check_complete(directory)
+    return config
 
 
 def _read_tokenizer(config: Config, directory: Path) -> tuple[Tokenizer, bool]:
@@ -562,7 +557,7 @@ def _adds_bos(directory: Path) -> bool:
     path = directory / "tokenizer_config.json"
     if not path.is_file():
         return True
-    return bool(json.loads(path.read_text(encoding="utf-8")).get("add_bos_token", True))
+    return bool(read_object(path).get("add_bos_token", True))
 
 
 def _cache_bits(mode: str) -> tuple[int, int] | None:

@@ -439,7 +439,13 @@ def _enforceable(framing: _Framing, tools: Sequence[Tool]) -> list[Tool]:
                 framing.check(tool)
             except (InvalidRequest, RecursionError):
                 tool = _with_object(tool, {})
-        if not tool.strict and monotonic() - started > _MOST_SECONDS:
+        if monotonic() - started > _MOST_SECONDS:
+            if tool.strict:
+                raise Unsupported(
+                    f"{tool.param}: the schemas of the tools take too long to compile together. Send fewer or simpler "
+                    "strict ones.",
+                    param=tool.param,
+                )
             tool = _with_object(tool, {})
         enforceable.append(tool)
     return enforceable

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from fastapi import APIRouter, Request, Response
 
 from backends.client import EngineClient
+from common.errors import check_characters
 from endpoints.LlamaCpp.types.request import CompletionFields, InfillRequest, LlamaCppCompletionRequest
 from endpoints.LlamaCpp.types.response import LlamaCppCompletion
 from endpoints.LlamaCpp.utils.codec import CompletionCodec, JsonObject
@@ -21,13 +22,13 @@ from endpoints.LlamaCpp.utils.requests import (
 )
 from endpoints.OAI.utils.constraints import checked_constraints
 from endpoints.OAI.utils.generation import respond
-from endpoints.routing import API, OpenAIRoute
+from endpoints.routing import API, OpenAIQueuedRoute
 from endpoints.state import ServerState, State, loaded_info
 from endpoints.streaming import EventStream
 
 Answer: TypeAlias = JsonObject | list[JsonObject] | EventStream
 
-router = APIRouter(route_class=OpenAIRoute)
+router = APIRouter(route_class=OpenAIQueuedRoute)
 # What a client picks with `response_fields` has no type, so the shape is for the OpenAPI document alone.
 _DOCUMENTED: dict[int | str, dict[str, Any]] = {200: {"model": LlamaCppCompletion | list[LlamaCppCompletion]}}
 
@@ -43,7 +44,9 @@ async def completion(body: LlamaCppCompletionRequest, request: Request, response
 async def infill(body: InfillRequest, request: Request, response: Response, state: State) -> Answer:
     """What stands between two texts."""
     client = state.manager.require()
-    prompt = infill_prompt(body, loaded_info(client).control_tokens)
+    info = loaded_info(client)
+    prompt = infill_prompt(body, info.control_tokens)
+    check_characters(len(prompt.text), info.max_seq_len, "input_prefix")
     return await _answer(body, [prompt], client, request, response, state)
 
 

@@ -11,11 +11,11 @@ from endpoints.OAI.utils.chat import ChatCodec
 from endpoints.OAI.utils.completion import CompletionCodec
 from endpoints.OAI.utils.generation import new_envelope, respond
 from endpoints.OAI.utils.requests import asked_in_chat, asked_in_completion
-from endpoints.routing import API, OpenAIRoute
+from endpoints.routing import API, OpenAIQueuedRoute
 from endpoints.state import State, loaded_info
-from endpoints.streaming import EventStream
+from endpoints.streaming import EventStream, unless_disconnected
 
-v1 = APIRouter(route_class=OpenAIRoute)  # below /v1
+v1 = APIRouter(route_class=OpenAIQueuedRoute)  # below /v1
 
 
 @v1.post("/completions", openapi_extra=API, response_model=Completion)
@@ -23,7 +23,7 @@ async def completions(
     body: CompletionRequest, request: Request, response: Response, state: State
 ) -> Completion | EventStream:
     client = state.manager.require()
-    body, generations = await asked_in_completion(body, state, client)
+    body, generations = await unless_disconnected(request, asked_in_completion(body, state, client))
     codec = CompletionCodec(new_envelope("cmpl", loaded_info(client)), body)
     return await respond(request, response, state, client, generations, codec, body)
 
@@ -33,10 +33,10 @@ async def chat_completions(
     body: ChatCompletionRequest, request: Request, response: Response, state: State
 ) -> ChatCompletion | EventStream:
     client = state.manager.require()
-    turn, generations = await asked_in_chat(body, state, client)
+    turn, generations = await unless_disconnected(request, asked_in_chat(body, state, client))
     if (broken := turn.prompt.broken) is not None:
         logger.info("{}", broken.describe(quote=state.settings.logging.log_prompt))
     if turn.prompt.tools.declared:
-        state.warn_tools_unknown(client)
+        await state.warn_tools_unknown(client)
     codec = ChatCodec(new_envelope("chatcmpl", loaded_info(client)), turn)
     return await respond(request, response, state, client, generations, codec, turn.body)

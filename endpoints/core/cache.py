@@ -19,6 +19,7 @@ from endpoints.OAI.utils.generation import asked_by
 from endpoints.OAI.utils.requests import asked_in_chat, asked_in_completion
 from endpoints.routing import ADMIN, API, CoreRoute
 from endpoints.state import ServerState, State
+from endpoints.streaming import unless_disconnected
 
 v1 = APIRouter(route_class=CoreRoute)  # below /v1
 
@@ -77,7 +78,7 @@ async def explain_cache(
     """
     client = state.require_ready()
     if isinstance(body, ChatCompletionRequest):
-        turn, generations = await asked_in_chat(body, state, client)
+        turn, generations = await unless_disconnected(request, asked_in_chat(body, state, client))
         asked = asked_by(request, turn.body, generations[:1])
     else:
         fields, generations = await asked_in_completion(body, state, client)

@@ -64,7 +64,7 @@ async def service_info() -> ServiceInfo:
 
 @router.get("/version", openapi_extra=OPEN)
 async def version() -> Version:
-    """Which program answers. Open, as /openapi.json is, which says it too."""
+    """Which version answers."""
     return Version(version=VERSION)
 
 
@@ -72,7 +72,7 @@ async def version() -> Version:
 async def props(state: State) -> Props:
     """What front ends made for llama.cpp's server ask before they begin."""
     client = state.manager.require()
-    return Props.of(loaded_info(client), state.template_of(client))
+    return Props.of(loaded_info(client), await state.template_of(client))
 
 
 @v1.get("/auth/permission", openapi_extra=API)
@@ -105,7 +105,12 @@ async def current_model(state: State) -> ModelCard:
     client = state.manager.require()
     created = _created(client.directory)
     parameters = model_parameters(
-        loaded_info(client), state.template_of(client), state.syntax_of(client), state.warnings_of(client), created
+        client,
+        loaded_info(client),
+        await state.template_of(client),
+        await state.syntax_of(client),
+        await state.warnings_of(client),
+        created,
     )
     return ModelCard(id=client.name, created=created, parameters=parameters)
 
@@ -118,7 +123,7 @@ async def load_model(body: ModelLoadRequest, state: State) -> Response:
     """
     directory = state.manager.resolve(body.model_name)
     settings = merge_load_settings(state.settings, model_directory=directory, request=body.parameters())
-    check_load(directory, settings, state.presets)
+    await check_load(directory, settings, state.presets)
     events = await start_early(_load_events(state.manager, directory, settings, skip_queue=body.skip_queue))
     return EventStream(events, render_error=core_error, ping=state.settings.network.sse_ping_interval)
 
@@ -179,9 +184,9 @@ def _created(directory: Path) -> int:
 async def list_templates(request: Request, state: State) -> TemplateList:
     """For an administrator the names that can be switched to, else the template in force."""
     if request.state.permission == "admin":
-        return TemplateList(data=state.template_names())
+        return TemplateList(data=await state.template_names())
     client = state.manager.current
-    template = state.template_of(client) if client is not None else None
+    template = await state.template_of(client) if client is not None else None
     return TemplateList(data=[template.name] if template is not None else [])
 
 
@@ -190,7 +195,7 @@ async def switch_template(body: TemplateSwitch, state: State) -> None:
     """Give the loaded model another chat template, without loading it again."""
     client = state.manager.require()
     try:
-        state.switch_template(client, body.prompt_template_name)
+        await state.switch_template(client, body.prompt_template_name)
     except InvalidRequest as error:
         raise InvalidRequest(error.message, param="prompt_template_name") from error
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from backends.client import EngineClient
 from common.errors import InvalidRequest
@@ -25,18 +26,20 @@ from endpoints.core.types.token import (
 from endpoints.OAI.types.chat import ChatCompletionRequest
 from endpoints.routing import API, CoreRoute
 from endpoints.state import ServerState, State, loaded_info
+from endpoints.streaming import unless_disconnected
 
 router = APIRouter(route_class=CoreRoute)
 v1 = APIRouter(route_class=CoreRoute)  # below /v1
 
 
 @v1.post("/token/encode", openapi_extra=API)
-async def encode(body: TokenEncodeRequest, state: State) -> TokenEncodeResponse:
+async def encode(body: TokenEncodeRequest, request: Request, state: State) -> TokenEncodeResponse:
     """Token ids of a text, or of a conversation as the chat template renders it."""
     client = state.manager.require()
     if body.text is None and not body.messages:
         raise InvalidRequest("text is missing: give a text, or messages.", param="text")
     tokens = await _encode(
+        request,
         state,
         client,
         body,
@@ -55,7 +58,7 @@ async def decode(body: TokenDecodeRequest, state: State) -> TokenDecodeResponse:
 
 
 @router.post("/tokenize", openapi_extra=API)
-async def tokenize(body: TokenizeRequest, state: State) -> TokenizeResponse:
+async def tokenize(body: TokenizeRequest, request: Request, state: State) -> TokenizeResponse:
     """Token ids as llama.cpp's server (`content`) and as vLLM (`prompt`, `messages`) give them."""
     client = state.manager.require()
     text = body.prompt if body.content is None else body.content
@@ -64,6 +67,7 @@ async def tokenize(body: TokenizeRequest, state: State) -> TokenizeResponse:
     add_bos = body.add_special if body.content is not None else body.add_bos_token
     # To both servers true means that the tokenizer does what it does.
     tokens = await _encode(
+        request,
         state,
         client,
         body,
@@ -88,13 +92,15 @@ async def detokenize(body: DetokenizeRequest, state: State) -> DetokenizeRespons
 
 
 @router.post("/apply-template", openapi_extra=API)
-async def apply_template(body: ChatCompletionRequest, state: State) -> RenderedTemplate:
+async def apply_template(body: ChatCompletionRequest, request: Request, state: State) -> RenderedTemplate:
     """The prompt that the same body would make as a chat completion."""
-    writer = state.prompt_writer(state.manager.require())
-    return RenderedTemplate(prompt=writer.chat(body).text)
+    writer = await state.prompt_writer(state.manager.require())
+    prompt = await unless_disconnected(request, state.prompts.run(partial(writer.chat, body)))
+    return RenderedTemplate(prompt=prompt.text)
 
 
 async def _encode(
+    request: Request,
     state: ServerState,
     client: EngineClient,
     body: PromptRequest,
@@ -106,7 +112,8 @@ async def _encode(
     """Token ids of the text, or of the conversation where there is no text."""
     literals: Sequence[TextSpan] = ()
     if text is None:
-        writer = state.prompt_writer(client)
-        text, literals, _ = writer.chat(body).rendered
+        writer = await state.prompt_writer(client)
+        prompt = await unless_disconnected(request, state.prompts.run(partial(writer.chat, body)))
+        text, literals, _ = prompt.rendered
         add_bos = False if writer.template.begins_with_bos(text, literals) else add_bos
     return await client.encode(text, add_bos=add_bos, encode_special_tokens=encode_special_tokens, literals=literals)

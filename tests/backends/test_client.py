@@ -23,9 +23,10 @@ from common.errors import (
     ModelLoadFailed,
     ModelNotLoaded,
     RequestCancelled,
+    ServerError,
     Unsupported,
 )
-from common.generation import Finish, Prefill, TextDelta
+from common.generation import Event, Finish, Prefill, TextDelta
 from tests.scripted import ScriptedEngine, ask
 from tests.scripted_worker import ModelScript, Play, Script
 
@@ -81,6 +82,22 @@ async def test_events_come_in_order_and_end_with_finish(scripted: ScriptedEngine
         assert isinstance(finish, Finish)
         assert (finish.usage.prompt_tokens, finish.usage.completion_tokens, finish.usage.cached_tokens) == (2, 2, 1)
         assert client.running == 0
+
+
+async def test_followed_events_are_those_that_an_iteration_gives(scripted: ScriptedEngine) -> None:
+    play = Play(chunks=["a", "b"], prefill=[(1, 2), (2, 2)], delay=0.01)
+    async with serving(scripted, Script(plays=[play])) as client:
+        iterated = [type(event) async for event in await client.generate(ask())]
+        for head_start in (0.0, 0.02):  # some may have come before they are followed
+            generation, followed = await client.generate(ask()), list[Event | ServerError]()
+            await asyncio.sleep(head_start)
+            generation.follow(followed.append)
+            await client.drained()
+            assert [type(event) for event in followed] == iterated
+        generation, followed = await client.generate(ask()), []
+        generation.follow(followed.append)
+        await generation.cancel()
+        assert isinstance(followed[-1], RequestCancelled)
 
 
 async def test_many_requests_at_once_keep_apart(scripted: ScriptedEngine) -> None:
@@ -218,7 +235,7 @@ async def test_encode_and_decode(scripted: ScriptedEngine) -> None:
 
 async def test_a_failed_call_raises_its_error(scripted: ScriptedEngine) -> None:
     async with serving(scripted, Script()) as client:
-        with pytest.raises(EngineFailed):
+        with pytest.raises(InvalidRequest):
             await client.decode([-1])
 
 
@@ -229,10 +246,9 @@ async def test_the_engine_ends_when_its_pipe_closes(scripted: ScriptedEngine) ->
         await generation.accepted()
         process = client._process
         assert process is not None
-        assert process.stdin is not None
         client.state = "closed"  # a process that ends on its own is not started again
-        process.stdin.close()
-        assert await asyncio.wait_for(process.wait(), 10) == 0
+        process.close_input()
+        assert await asyncio.wait_for(process.ended, 10) == 0
         with pytest.raises(ProcessLookupError):
             os.kill(process.pid, 0)
 

@@ -168,6 +168,16 @@ def test_new_file_is_for_its_owner_only(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no file modes")
+def test_a_file_that_others_can_read_is_warned_of(path: Path, log_lines: list[str]) -> None:
+    path.write_text("api_key: only\nadmin_key: admin\n")
+    for mode, warned in ((0o600, False), (0o640, False), (0o644, True)):
+        path.chmod(mode)
+        KeyStore.open(path, io.StringIO())
+        assert (log_lines != []) == warned
+    assert "chmod 600" in log_lines[0]
+
+
 def test_new_key_is_shown_on_a_terminal_only_and_once(path: Path) -> None:
     no_terminal = io.StringIO()
     KeyStore.open(path, no_terminal)

@@ -171,6 +171,25 @@ def test_cors_origins_refused(given: list[str]) -> None:
         NetworkConfig(cors_origins=given)
 
 
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (["llm.example.com", "NAS.local."], ["llm.example.com", "nas.local"]),
+        ("127.0.0.1, [::1], fe80::1", ["127.0.0.1", "::1", "fe80::1"]),
+        ([], []),
+    ],
+)
+def test_hosts_accepted(given: object, read: list[str]) -> None:
+    settings = NetworkConfig.model_validate({"allowed_hosts": given, "fetch_allowed_hosts": given})
+    assert (settings.allowed_hosts, settings.fetch_allowed_hosts) == (read, read)
+
+
+@pytest.mark.parametrize("given", ["nas.local:8080", "http://nas.local", "10.0.0.0/8", "*.local", "", "a b", "me@nas"])
+def test_hosts_refused(given: str) -> None:
+    with pytest.raises(ValidationError, match="is not a host name or an IP address without a port"):
+        NetworkConfig(allowed_hosts=[given])
+
+
 @pytest.mark.parametrize(("given", "read"), [(False, "off"), (True, "on"), ("auto", "auto"), ("off", "off")])
 def test_reasoning_mode_as_yaml_writes_it(given: Any, read: str) -> None:
     assert ModelConfig(reasoning_mode=given).reasoning_mode == read

@@ -289,7 +289,7 @@ def test_file_of_another_shape_stops_the_start(read: Read, text: str) -> None:
 
 def test_endless_nesting_stops_the_start(read: Read) -> None:
     with pytest.raises(SettingsError, match="nested too deeply"):
-        read("x: " + "[" * 3000)
+        read("x: " + "[" * 1000)
 
 
 def test_file_in_another_encoding_stops_the_start(read: Read, tmp_path: Path) -> None:
@@ -350,6 +350,8 @@ def test_every_key_of_tabby_at_its_default_starts_without_noise(read: Read) -> N
 
 def test_the_list_above_is_complete(read: Read) -> None:
     ours = {
+        "allowed_hosts",
+        "body_timeout",
         "control_tokens_in_messages",
         "cors_origins",
         "disk_cache_checkpoint_interval",
@@ -359,7 +361,9 @@ def test_the_list_above_is_complete(read: Read) -> None:
         "disk_cache_write_interval",
         "draft_confidence",
         "draft_max_rows",
+        "engine_timeout",
         "exclude_tools_when_tool_choice_none",
+        "fetch_allowed_hosts",
         "hybrid_draft_tokens",
         "keep_volatile_lines",
         "log_level",
@@ -367,9 +371,13 @@ def test_the_list_above_is_complete(read: Read) -> None:
         "log_file",
         "log_json",
         "max_body_mb",
+        "max_queue",
+        "max_queue_per_key",
         "ngram_corpus",
         "prefill_cooldown",
+        "public_docs",
         "public_metrics",
+        "queue_timeout",
         "reasoning_mode",
         "recurrent_checkpoint_boundaries",
         "recurrent_checkpoint_interval",
@@ -378,7 +386,11 @@ def test_the_list_above_is_complete(read: Read) -> None:
         "recurrent_dtype",
         "sampler_preset",
         "shared_chunk_size",
+        "shutdown_timeout",
         "sparse_draft_head",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "stream_timeout",
     }
     written = YAML(typ="safe", pure=True).load(EVERY_KEY_OF_TABBY)
     assert {setting.key for setting in ALL_SETTINGS} - ours == {key for keys in written.values() for key in keys}
@@ -629,6 +641,23 @@ def test_paths_are_relative_to_the_working_directory(model: Path) -> None:
     assert load.draft_model.draft_model_dir == str(Path("drafts").absolute())
     assert load.draft_model.ngram_corpus == str(Path("a/corpus").absolute())
     assert merge_load_settings(Settings(), model_directory=model).memory.disk_cache_dir is None
+
+
+def test_a_load_request_names_a_corpus_inside_the_model_directory(model: Path) -> None:
+    def corpus(name: str) -> str | None:
+        request = {"draft_model": {"draft_mode": "ngram", "ngram_corpus": name}}
+        return merge_load_settings(Settings(), model_directory=model, request=request).draft_model.ngram_corpus
+
+    assert corpus("corpora/english.bin") == str(Path("models/corpora/english.bin").absolute())
+    for name in ("/etc/passwd", "../api_tokens.yml", "a/../../b", "\\\\host\\share"):
+        with pytest.raises(InvalidRequest, match="inside the model directory") as caught:
+            corpus(name)
+        assert caught.value.param == "draft_model.ngram_corpus"
+    everywhere = Settings.model_validate(
+        {"draft_model": {"ngram_corpus": "/srv/corpus"}, "model": {"use_as_default": ["ngram_corpus"]}}
+    )
+    load = merge_load_settings(everywhere, model_directory=model, request={})
+    assert load.draft_model.ngram_corpus == str(Path("/srv/corpus").absolute())
 
 
 # --- the sample ---------------------------------------------------------------------------------------------------

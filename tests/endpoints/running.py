@@ -17,11 +17,12 @@ from common.auth import KeyStore
 from common.config_models import Settings
 from common.sampling import SamplerPresets
 from endpoints.server import Server, create_app
+from endpoints.state import application_state
 from tests.scripted import ScriptedEngine
 
 T = TypeVar("T")
 
-API_KEY = "an-api-key"
+API_KEY, OTHER_KEY = "an-api-key", "another-api-key"
 ADMIN_KEY = "an-admin-key"
 CHATML = (Path(__file__).parents[2] / "templates" / "chatml.jinja").read_text(encoding="utf-8")
 
@@ -30,13 +31,15 @@ class RunningServer:
     """
     Attributes:
         http: a client with the API key.
+        other: a client with another API key.
         admin: a client with the admin key.
         anonymous: a client without a key.
+        state: what its routes share.
     """
 
     def __init__(self, engine: ScriptedEngine, settings: Settings, keys: KeyStore | None) -> None:
         self.engine = engine
-        self.manager = engine.manager()
+        self.manager = engine.manager(engine_timeout=settings.network.engine_timeout)
         self.settings = settings
         self._keys = keys
         self._listening = threading.Event()
@@ -51,6 +54,7 @@ class RunningServer:
         self._loop = asyncio.get_running_loop()
         presets = SamplerPresets(self.engine.root / "presets")
         app = create_app(self.settings, self.manager, self._keys, presets)
+        self.state = application_state(app)
         self._server = Server(app, self.settings, self.manager)
         self._listening.set()
         await self._server.serve()
@@ -62,18 +66,23 @@ class RunningServer:
         try:
             with (
                 self._client(API_KEY) as self.http,
+                self._client(OTHER_KEY) as self.other,
                 self._client(ADMIN_KEY) as self.admin,
                 self._client() as self.anonymous,
             ):
                 yield self
         finally:
             self.stop()
-            self._thread.join(30)
-            assert not self._thread.is_alive()
+            self.join()
 
     def stop(self) -> None:
         """What a signal does."""
         self._server.should_exit = True
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+        self._thread.join(30)
+        assert not self._thread.is_alive()
 
     @property
     def base_url(self) -> str:
@@ -123,8 +132,8 @@ def running_server(
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
     key_file = engine.root / "api_tokens.yml"
-    key_file.write_text(f"api_key: {API_KEY}\nadmin_key: {ADMIN_KEY}\n", encoding="utf-8")
-    network = {"host": "127.0.0.1", "port": 0, "sse_ping_interval": 1}
+    key_file.write_text(f"api_key: [{API_KEY}, {OTHER_KEY}]\nadmin_key: {ADMIN_KEY}\n", encoding="utf-8")
+    network = {"host": "127.0.0.1", "port": 0, "sse_ping_interval": 1, "shutdown_timeout": 0}
     given = sections.pop("network", {})
     assert isinstance(given, dict)
     settings = Settings.model_validate({"network": network | given, **sections})

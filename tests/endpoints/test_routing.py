@@ -8,8 +8,8 @@ from endpoints.server import create_app
 from tests.endpoints.running import ADMIN_KEY, API_KEY, RunningServer, running_server
 from tests.scripted import ScriptedEngine
 
-DOCUMENTATION = {"/docs", "/docs/oauth2-redirect", "/openapi.json"}
-OPEN = {"/health", "/ping", "/ready", "/version", "/.well-known/serviceinfo"} | DOCUMENTATION
+DOCUMENTATION = {"/docs", "/openapi.json"}
+OPEN = {"/health", "/ping", "/ready", "/version", "/.well-known/serviceinfo"}
 ADMIN = {
     *("/v1/model/load", "/v1/model/unload", "/v1/template/switch", "/v1/template/unload"),
     *("/v1/sampling/override/switch", "/v1/sampling/override/unload"),

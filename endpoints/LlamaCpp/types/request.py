@@ -7,8 +7,17 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 import msgspec
 from pydantic import AliasChoices, BeforeValidator, Field, PlainValidator
 
-from common.sampling import (
+from common.limits import (
     MAX_ANSWERS,
+    MAX_BIASES,
+    MAX_ENCODED,
+    MAX_FILES,
+    MAX_PROMPTS,
+    MAX_WORDS,
+    ShortText,
+    at_most,
+)
+from common.sampling import (
     NEVER,
     Bias,
     Integer,
@@ -18,7 +27,6 @@ from common.sampling import (
     is_token_id,
 )
 from endpoints.OAI.types.common import GenerationFields
-from endpoints.OAI.types.completion import MAX_PROMPTS
 
 # --- prompts ------------------------------------------------------------------------------------------------------
 
@@ -48,7 +56,10 @@ def _prompts(value: object) -> list[Prompt]:
     given = value if isinstance(value, list) and not _is_sequence(value) else [value]
     if not 1 <= len(given) <= MAX_PROMPTS:
         raise ValueError(f"should hold 1 to {MAX_PROMPTS} prompts")
-    return [_prompt(item) for item in given]
+    prompts = [_prompt(item) for item in given]
+    if sum(isinstance(part, str) for prompt in prompts if isinstance(prompt, list) for part in prompt) > MAX_ENCODED:
+        raise ValueError(f"should hold at most {MAX_ENCODED} texts between token ids")
+    return prompts
 
 
 _PromptSchema: TypeAlias = str | list[str | int] | dict[str, Any]
@@ -126,25 +137,29 @@ class CompletionFields(GenerationFields):
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = Field(1, validation_alias=AliasChoices("n_cmpl", "n"))
     temperature: Annotated[float, Field(ge=0, le=10), BeforeValidator(_greedy_if_negative)] = 1.0
     temperature_last: bool = Field(True, description="As in llama.cpp's chain.")
-    samplers: list[str] | None = Field(
+    samplers: Annotated[list[ShortText], at_most(MAX_WORDS)] | None = Field(
         None, description="Those that are not in it are off. Of the order, only the place of the temperature counts."
     )
     logit_bias: Annotated[
-        dict[NonNegative, Bias], BeforeValidator(_biases_of_ids, json_schema_input_type=_GivenBiases)
+        dict[NonNegative, Bias],
+        Field(max_length=MAX_BIASES),
+        BeforeValidator(_biases_of_ids, json_schema_input_type=_GivenBiases),
     ] = Field({}, description="By token id or text, which stands for its tokens.")
-    biased_texts: Annotated[dict[str, Bias], BeforeValidator(_biases_of_texts, json_schema_input_type=_GivenBiases)] = (
-        Field({}, validation_alias="logit_bias", description="By token id or text, which stands for its tokens.")
-    )
+    biased_texts: Annotated[
+        dict[ShortText, Bias],
+        Field(max_length=MAX_ENCODED),
+        BeforeValidator(_biases_of_texts, json_schema_input_type=_GivenBiases),
+    ] = Field({}, validation_alias="logit_bias", description="By token id or text, which stands for its tokens.")
     json_schema: Annotated[Any, BeforeValidator(_any_json)] = Field(None, description="An empty one is any JSON.")
     min_keep: int = 0
     n_indent: int = 0
     t_max_predict_ms: int = 0
-    lora: list[LoraScale] = Field([])
+    lora: Annotated[list[LoraScale], at_most(MAX_WORDS)] = Field([])
     post_sampling_probs: bool = False
 
     return_tokens: bool = Field(False, description="Streams always have them.")
     timings_per_token: bool = False
-    response_fields: list[str] = Field([])
+    response_fields: Annotated[list[ShortText], at_most(MAX_WORDS)] = Field([])
     sse_ping_interval: Integer | None = Field(None, description="Seconds; -1 for no pings.")
 
     def without_effect(self) -> list[str]:
@@ -182,4 +197,4 @@ class InfillRequest(CompletionFields):
     input_prefix: str
     input_suffix: str
     prompt: str = ""
-    input_extra: list[ExtraFile] = Field([])
+    input_extra: Annotated[list[ExtraFile], at_most(MAX_FILES)] = Field([])

@@ -7,11 +7,11 @@ from typing import NamedTuple, TypeVar
 
 from backends.client import EngineClient
 from backends.messages import ControlToken
-from common.errors import Unsupported, check_token_ids
+from common.errors import Unsupported, check_characters, check_token_ids
 from common.fim import fim_tokens
 from common.generation import Constraint, GenerationRequest, TextSpan
 from endpoints.LlamaCpp.types.request import CompletionFields, InfillRequest, LlamaCppCompletionRequest, Prompt
-from endpoints.OAI.utils.generation import generation_requests
+from endpoints.OAI.utils.generation import check_answers, generation_requests
 from endpoints.state import loaded_info
 
 F = TypeVar("F", bound=CompletionFields)
@@ -61,7 +61,7 @@ async def with_text_biases(fields: F, client: EngineClient) -> F:
 
 def answers_asked_for(
     fields: CompletionFields,
-    prompts: Iterable[ReadyPrompt],
+    prompts: Sequence[ReadyPrompt],
     constraints: Sequence[Constraint] = (),
     *,
     prompt_only: bool = False,
@@ -75,6 +75,7 @@ def answers_asked_for(
         InvalidRequest: fields contradict each other, or ask for what cannot be done.
     """
     _refuse_unsupported(fields)
+    check_answers(len(prompts), fields.n, "n")
     if prompt_only:
         fields = fields.model_copy(update={"max_tokens": 1, "min_tokens": 0})
     return [
@@ -113,6 +114,8 @@ async def completion_prompts(body: LlamaCppCompletionRequest, client: EngineClie
 
 
 async def _ready(prompt: Prompt, add_bos: bool | None, client: EngineClient) -> ReadyPrompt:
+    texts = [prompt] if isinstance(prompt, str) else [part for part in prompt if isinstance(part, str)]
+    check_characters(sum(map(len, texts)), loaded_info(client).max_seq_len, "prompt")
     if isinstance(prompt, str):
         return ReadyPrompt(prompt, prompt)
     check_token_ids([part for part in prompt if isinstance(part, int)], loaded_info(client).vocab_size, "prompt")

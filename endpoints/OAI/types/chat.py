@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field
 
 from common.boundaries import CacheBoundaries
+from common.limits import MAX_IMAGES, MAX_MESSAGES, MAX_TOOLS, ShortText, at_most
 from common.sampling import Integer, RequestModel
 from endpoints.OAI.types.common import (
     LEFT_OUT_IF_NONE,
@@ -48,8 +49,22 @@ def _thinking_options(value: object) -> object:
 ReasoningFormat: TypeAlias = Literal["auto", "deepseek", "deepseek-legacy", "parsed", "none", "raw", "hidden"]
 
 
+def _few_images(messages: list[ChatMessage]) -> list[ChatMessage]:
+    images = sum(part.is_image for message in messages for part in message.content or ())
+    if images > MAX_IMAGES:
+        raise ValueError(f"should hold at most {MAX_IMAGES} images together")
+    return messages
+
+
+Messages: TypeAlias = Annotated[
+    list[ChatMessage], at_most(MAX_MESSAGES), Field(min_length=1), AfterValidator(_few_images)
+]
+Tools: TypeAlias = Annotated[list[Tool], at_most(MAX_TOOLS)]
+Functions: TypeAlias = Annotated[list[FunctionSpec], at_most(MAX_TOOLS)]
+
+
 class ChatCompletionRequest(GenerationFields):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     add_generation_prompt: bool | None = Field(None, description="Default: true, unless continue_final_message is.")
     continue_final_message: bool = False
     response_prefix: str | None = Field(None, description="Text that the answer goes on from; not part of it.")
@@ -73,7 +88,7 @@ class ChatCompletionRequest(GenerationFields):
         ),
         description="Tokens after which a thought is ended. Negative: as the model's settings say.",
     )
-    reasoning_budget_message: str | None = Field(
+    reasoning_budget_message: ShortText | None = Field(
         None,
         validation_alias=AliasChoices("reasoning_budget_message", "thinking_budget_message"),
         description="Text put at the end of a thought that reaches its budget.",
@@ -84,10 +99,10 @@ class ChatCompletionRequest(GenerationFields):
     reasoning_format: ReasoningFormat = Field(
         "auto", description="none or raw: leave thoughts in the content, with their tags; hidden: leave them out."
     )
-    tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
+    tools: Tools | None = Field(None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(None, description="Default: auto.")
     parallel_tool_calls: bool = Field(True, description="false: one call at most.")
-    functions: list[FunctionSpec] | None = Field(None, description="The way before tools. Calls are tool_calls.")
+    functions: Functions | None = Field(None, description="The way before tools. Calls are tool_calls.")
     function_call: FunctionChoice | None = Field(None, description="The way before tool_choice.")
     cache_boundaries: CacheBoundaries | None = Field(
         None,

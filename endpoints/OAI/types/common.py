@@ -7,7 +7,8 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import AliasChoices, BaseModel, Field
 
 from common.generation import FinishReason
-from common.sampling import MAX_ANSWERS, MAX_TOP_LOGPROBS, NonNegative, RequestModel, SamplingFields
+from common.limits import MAX_ANSWERS, MAX_CHOICES, MAX_STOPS, MAX_TOP_LOGPROBS, MAX_WORDS, ShortText, at_most
+from common.sampling import NonNegative, RequestModel, SamplingFields
 from endpoints.core.types.cache import CacheExplanation
 
 LEFT_OUT_IF_NONE: Any = Field(None, exclude_if=lambda value: value is None)
@@ -25,6 +26,9 @@ class StreamOptions(RequestModel):
         return self.include_usage and self.continuous_usage_stats
 
 
+Choices: TypeAlias = Annotated[list[str], at_most(MAX_CHOICES)]
+
+
 def _member(*names: str) -> Any:
     return Field(None, validation_alias=AliasChoices(*names))
 
@@ -37,7 +41,7 @@ class ResponseFormat(RequestModel):
     schema_: Any = _member("schema")
     regex: str | None = _member("regex", "pattern")
     grammar: str | None = None
-    choice: list[str] | None = _member("choice", "choices")
+    choice: Choices | None = _member("choice", "choices")
     value: Any = Field(
         default=None, description="The schema or pattern under the name that text-generation-inference uses."
     )
@@ -50,7 +54,7 @@ class StructuredOutputs(RequestModel):
     json_object: bool = False
     regex: str | None = None
     grammar: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
     structural_tag: Any = None
 
 
@@ -67,10 +71,10 @@ class GenerationFields(SamplingFields):
         None, description="Alternatives to report for each token of the prompt, as vLLM does; not in streams."
     )
     echo: bool = Field(False, description="Begin with the prompt, or with the assistant message that is gone on from.")
-    stop_token_ids: list[NonNegative] = Field([])
+    stop_token_ids: Annotated[list[NonNegative], at_most(MAX_STOPS)] = Field([])
     include_stop_str_in_output: bool = False
     explain_cache: bool = Field(False, description="Say in the usage figures why no more of the prompt was cached.")
-    modalities: list[str] = Field([], description="May hold text only.")
+    modalities: Annotated[list[ShortText], at_most(MAX_WORDS)] = Field([], description="May hold text only.")
     user: str | None = None
 
     response_format: ResponseFormat = ResponseFormat()
@@ -85,7 +89,7 @@ class GenerationFields(SamplingFields):
         description="GBNF if it contains ::=, else Lark.",
     )
     guided_grammar: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
 
     @property
     def shows_progress(self) -> bool:

@@ -7,7 +7,8 @@ from typing import Annotated, Literal, TypeAlias, TypeGuard
 from pydantic import BaseModel, Field, PlainValidator
 
 from common.boundaries import CacheBoundaries
-from common.sampling import MAX_ANSWERS, is_token_id
+from common.limits import MAX_ANSWERS, MAX_PROMPTS
+from common.sampling import is_token_id
 from endpoints.OAI.types.common import (
     LEFT_OUT_IF_NONE,
     Choice,
@@ -19,8 +20,6 @@ from endpoints.OAI.types.common import (
 )
 
 Prompt: TypeAlias = str | list[int]  # text, or token ids
-
-MAX_PROMPTS = 128
 
 
 def _is_tokens(value: object) -> TypeGuard[list[int]]:

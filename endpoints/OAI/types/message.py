@@ -7,7 +7,8 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 
 from common.errors import InvalidRequest, Unsupported
-from common.fetch import read_image
+from common.images import read_image
+from common.limits import MAX_CALLS, MAX_PARTS, at_most
 from common.sampling import RequestModel
 
 # Types of content parts that hold text, and the member that holds it. OpenAI's two APIs differ in the names.
@@ -43,6 +44,10 @@ class ContentPart(RequestModel):
     text: str | None = None
     refusal: str | None = None
     image_url: Annotated[ImageUrl, BeforeValidator(_image_url, json_schema_input_type=str | ImageUrl)] | None = None
+
+    @property
+    def is_image(self) -> bool:
+        return self.type != "text" and _CAPABILITIES.get(self.type) == "vision"
 
     def plain_text(self, path: str) -> str:
         """
@@ -87,7 +92,9 @@ def _text_part(text: str) -> dict[str, str]:
 
 # A text is the same as one part with it.
 Content: TypeAlias = Annotated[
-    list[ContentPart], BeforeValidator(_content_parts, json_schema_input_type=str | list[str | ContentPart])
+    list[ContentPart],
+    at_most(MAX_PARTS),
+    BeforeValidator(_content_parts, json_schema_input_type=str | list[str | ContentPart]),
 ]
 
 
@@ -135,9 +142,14 @@ class ChatMessage(RequestModel):
     reasoning_content: str | None = Field(
         None, validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking")
     )
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], at_most(MAX_CALLS)] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = None
+
+    @property
+    def characters(self) -> int:
+        """Of its content, as text."""
+        return sum(len(part.text or "") for part in self.content or ())
 
     def texts(self, path: str) -> list[str]:
         """The text of each content part; an assistant's refusal stands for a missing content.

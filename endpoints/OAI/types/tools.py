@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from common.limits import MAX_TOOLS, at_most
 from common.parsing.formats.base import NAME_LENGTH
 from common.sampling import RequestModel
 from endpoints.OAI.types.common import LEFT_OUT_IF_NONE
@@ -108,7 +109,7 @@ class AllowedTools(RequestModel):
     """Some of the tools, so that the prompt stays the same whichever may be called."""
 
     mode: Literal["auto", "required"] = "auto"
-    tools: list[_Named]
+    tools: Annotated[list[_Named], at_most(MAX_TOOLS)]
 
 
 class ToolChoiceOfAllowed(RequestModel):

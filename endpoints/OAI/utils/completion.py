@@ -13,7 +13,7 @@ from common.fim import fim_prompt
 from common.generation import Constraint, Echo, Event, Finish, GenerationRequest, TextDelta
 from endpoints.OAI.types.common import Envelope, PromptProgress, Usage
 from endpoints.OAI.types.completion import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Prompt
-from endpoints.OAI.utils.generation import Codec, generation_requests, how_it_ended, most_logprobs
+from endpoints.OAI.utils.generation import Codec, check_answers, generation_requests, how_it_ended, most_logprobs
 from endpoints.OAI.utils.logprobs import LogprobLists, prompt_entries
 
 
@@ -45,6 +45,7 @@ def completion_generation_requests(
 
 
 def _check(body: CompletionRequest) -> None:
+    check_answers(len(body.prompt), body.per_prompt, "n" if body.best_of is None else "best_of")
     if body.per_prompt < body.n:
         raise InvalidRequest(f"best_of ({body.best_of}) must not be smaller than n ({body.n}).", param="best_of")
     if body.stream and body.per_prompt > body.n:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from typing import Final, TypeVar
 
 from common.errors import InvalidRequest, Unsupported
 from common.generation import Constraint
@@ -15,6 +18,8 @@ from endpoints.OAI.types.common import GenerationFields, ResponseFormat, Structu
 T = TypeVar("T")
 
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar", "choice")
+# Each one has a process compile, which may take its time.
+_COMPILERS: Final = ThreadPoolExecutor(max_workers=4, thread_name_prefix="constraints")
 # Members of OpenAI's object around a schema.
 _WRAPPER = frozenset({"name", "description", "schema", "strict"})
 
@@ -27,8 +32,13 @@ async def checked_constraints(fields: GenerationFields) -> list[Constraint]:
     """
     constraints = list(dict.fromkeys(requested_constraints(fields)))
     for constraint in constraints:
-        await asyncio.to_thread(check_constraint, constraint)  # compiling may take a while
+        await compiling(partial(check_constraint, constraint))
     return constraints
+
+
+async def compiling(work: Callable[[], T]) -> T:
+    """The result of work that compiles constraints, of which only some is done at a time."""
+    return await asyncio.get_running_loop().run_in_executor(_COMPILERS, copy_context().run, work)
 
 
 def requested_constraints(fields: GenerationFields) -> Iterator[Constraint]:

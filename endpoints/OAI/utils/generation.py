@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from backends.client import EngineClient
 from backends.messages import ModelInfo
 from common import generation
-from common.errors import Unsupported
+from common.errors import InvalidRequest, Unsupported
 from common.generation import (
     Constraint,
     Event,
@@ -29,6 +29,8 @@ from common.generation import (
     TextSpan,
     Thoughts,
 )
+from common.limits import MAX_ANSWERS
+from endpoints.admission import place_of
 from endpoints.core.types.cache import CacheExplanation
 from endpoints.errors import openai_error
 from endpoints.OAI.types.common import (
@@ -106,6 +108,7 @@ async def respond(
         generations,
         metrics=state.metrics,
         endpoint=request.scope["route"].path,
+        place=place_of(request),
         finish_reason=codec.finish_reason,
     )
     if fields.stream and not state.settings.developer.disable_request_streaming:
@@ -183,6 +186,20 @@ def generation_requests(
     return [msgspec.structs.replace(request, seed=fields.seed + index) for index in range(count)]
 
 
+def check_answers(prompts: int, per_prompt: int, param: str) -> None:
+    """Raise `InvalidRequest` where a request asks for too many answers.
+
+    Args:
+        param: the field that asks for so many for each prompt.
+    """
+    if prompts * per_prompt > MAX_ANSWERS:
+        raise InvalidRequest(
+            f"{prompts} prompts with {per_prompt} answers to each are {prompts * per_prompt} answers; a request may "
+            f"ask for {MAX_ANSWERS}. Send fewer prompts at once, or lower {param}.",
+            param=param,
+        )
+
+
 def _refuse_unsupported(fields: GenerationFields) -> None:
     if fields.prompt_logprobs is not None and fields.stream:
         raise Unsupported("prompt_logprobs cannot be streamed.", param="prompt_logprobs")
@@ -235,11 +252,15 @@ class Codec(ABC, Generic[P, R, C]):
         """One JSON text for each server-sent event, the terminator left out."""
         options = self._fields.stream_options
         started = time.monotonic()
+        # All chunks with nothing but a piece are the same around it.
+        before = self.chunk([]).model_dump_json().removesuffix("]}")
         async for index, event in self._counted(answers):
             if not isinstance(event, Prefill):
                 for piece in self.pieces(index, event):
-                    usage = self._tally.usage_of(index) if options.usage_so_far else None
-                    yield self.chunk([piece], usage=usage).model_dump_json()
+                    if options.usage_so_far:
+                        yield self.chunk([piece], usage=self._tally.usage_of(index)).model_dump_json()
+                    else:
+                        yield f"{before}{piece.model_dump_json()}]}}"
             elif self._fields.shows_progress:
                 yield self.chunk(
                     [], progress=prompt_progress(index, event, time.monotonic() - started)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeAlias
 
 from loguru import logger
 
@@ -15,11 +15,12 @@ from common.boundaries import can_have_any, check_boundaries, sent_starts, start
 from common.config_models import ModelParameters
 from common.control_text import StandIns
 from common.conversations import SYSTEM_ROLES, Message, Tool
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, check_characters
 from common.parsing.detection import AnswerSyntax
 from common.parsing.events import AnswerReader
 from common.parsing.formats.base import ToolFormat
 from common.prefixes import Answer, Outline, PrefixBreak, PrefixHistory, Turn, WrittenPrompt, digest_of
+from common.sandbox import bounded
 from common.splicing import with_thoughts, write_prompt
 from common.templating import ChatTemplate, RenderedPrompt
 from endpoints.OAI.types.chat import ChatCompletionRequest
@@ -27,6 +28,12 @@ from endpoints.OAI.types.message import ChatMessage
 from endpoints.OAI.utils.control_tokens import ControlTokens
 from endpoints.OAI.utils.messages import template_messages
 from endpoints.OAI.utils.tools import ToolUse, tool_use
+
+Later: TypeAlias = Callable[[Callable[[], None]], None]  # has something done that nobody waits for
+
+
+def _now(work: Callable[[], None]) -> None:
+    work()
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,8 @@ class PromptWriter:
     Args:
         control_tokens: of its tokenizer.
         has_checkpoints: it has recurrent layers, so that boundaries in its prompts are of use.
+        max_seq_len: tokens of a prompt and its answer. None: as many as there are.
+        later: does what an answer leaves to do, in the thread in which prompts are written. Default: at once.
     """
 
     def __init__(
@@ -76,12 +85,16 @@ class PromptWriter:
         *,
         syntax: AnswerSyntax,
         has_checkpoints: bool = False,
+        max_seq_len: int | None = None,
+        later: Later = _now,
     ) -> None:
         self.template = template
         self.model = model
         self.syntax = syntax
         self._tokens = ControlTokens(template, control_tokens, syntax.tags or ())
         self._has_checkpoints = has_checkpoints
+        self._max_seq_len = max_seq_len
+        self._later = later
         self._history = PrefixHistory()
 
     def chat(self, body: ChatCompletionRequest) -> ChatPrompt:
@@ -90,7 +103,10 @@ class PromptWriter:
         Raises:
             InvalidRequest: the messages or the tools cannot be shown, or there is no message where the cache shall have
                 a boundary.
+            ContextLengthExceeded: the messages are too long for the model, whatever the template makes of them.
         """
+        if self._max_seq_len is not None:
+            check_characters(sum(message.characters for message in body.messages), self._max_seq_len, "messages")
         count = len(body.messages)
         check_boundaries(
             body.cache_boundaries or (), -count, count - 1, "the index of a message, or less than 0 from the end"
@@ -103,7 +119,7 @@ class PromptWriter:
             )
         tools = tool_use(body)
         hidden = tools.mode == "none" and self.model.exclude_tools_when_tool_choice_none
-        with _shallow("messages"):
+        with bounded(), _shallow("messages"):
             conversation = self._conversation(
                 body.messages,
                 _variables(body),
@@ -128,7 +144,7 @@ class PromptWriter:
             tools: as the client described them.
             path: of the messages in the request, for errors.
         """
-        with _shallow(path):
+        with bounded(), _shallow(path):
             conversation = self._conversation(messages, variables, tools=tools, path=path)
             return conversation.render(conversation.messages, add_generation_prompt=add_generation_prompt)
 
@@ -199,12 +215,15 @@ class PromptWriter:
                 return digest_of(conversation.render(before))
             return None
 
-        def remember(answer: AnswerReader, token_ids: Collection[int]) -> None:
+        def keep(answer: AnswerReader, token_ids: Collection[int]) -> None:
             # What is too deep to look at, as arguments of a model gone wild are, is left to the template next time.
             with suppress(InvalidRequest), _shallow("messages"):
                 [message] = self._in_form([_as_returned(answer, begun_text)], conversation.template, "messages")
                 spelled = [] if conversation.tokens is None else conversation.tokens.spelled(answer.text, token_ids)
                 self._history.remember(turn, Answer(answer.text, spelled, message), base())
+
+        def remember(answer: AnswerReader, token_ids: Collection[int]) -> None:
+            self._later(partial(keep, answer, token_ids))
 
         broken = None if returned is None else self._history.check(turn, returned)
         return ChatPrompt(rendered, sent_starts(written), len(begun_text) + len(prefix), tools, broken, remember)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 
 from backends.client import EngineClient
+from common.errors import check_characters
 from common.generation import GenerationRequest
 from endpoints.OAI.types.chat import ChatCompletionRequest
 from endpoints.OAI.types.completion import CompletionRequest
 from endpoints.OAI.utils.chat import ChatTurn
 from endpoints.OAI.utils.completion import completion_generation_requests
-from endpoints.OAI.utils.constraints import checked_constraints
+from endpoints.OAI.utils.constraints import checked_constraints, compiling
 from endpoints.state import ServerState, loaded_info
 
 
@@ -23,8 +24,12 @@ async def asked_in_completion(
         InvalidRequest: it cannot be served as it is.
     """
     body = state.presets.apply(body, client.settings.model.sampler_preset)
+    info = loaded_info(client)
+    for prompt in body.prompt:
+        if isinstance(prompt, str):
+            check_characters(len(prompt) + len(body.suffix or ""), info.max_seq_len, "prompt")
     constraints = await checked_constraints(body)
-    return body, completion_generation_requests(body, constraints, loaded_info(client).control_tokens)
+    return body, completion_generation_requests(body, constraints, info.control_tokens)
 
 
 async def asked_in_chat(
@@ -37,6 +42,7 @@ async def asked_in_chat(
     """
     body = state.presets.apply(body, client.settings.model.sampler_preset)
     given = await checked_constraints(body)
-    turn = ChatTurn(body, state.prompt_writer(client))
-    constraints = await asyncio.to_thread(turn.constraints, given, loaded_info(client).control_tokens)
+    writer = await state.prompt_writer(client)
+    turn = await state.prompts.run(partial(ChatTurn, body, writer))
+    constraints = await compiling(partial(turn.constraints, given, loaded_info(client).control_tokens))
     return turn, turn.requests(constraints)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from backends.client import ClientState, EngineClient
 from backends.messages import LoadProgress, ModelComponent, ModelInfo
 from common.parsing.detection import AnswerSyntax
 from common.templating import ChatTemplate
@@ -39,6 +40,8 @@ class ModelParameters(BaseModel):
     architecture: str
     device: str
     engine_version: str
+    engine_state: ClientState  # "ready", "restarting" after its process has died, or "failed" where it was given up
+    engine_failure: str | None  # why it is not ready
     warnings: list[str]
 
 
@@ -56,8 +59,14 @@ class ModelList(BaseModel):
 
 
 def model_parameters(
-    info: ModelInfo, template: ChatTemplate | None, syntax: AnswerSyntax | None, warnings: list[str], created: int
+    client: EngineClient,
+    info: ModelInfo,
+    template: ChatTemplate | None,
+    syntax: AnswerSyntax | None,
+    warnings: list[str],
+    created: int,
 ) -> ModelParameters:
+    """`info`: what the client has loaded."""
     checkpoints = info.checkpoints
     return ModelParameters(
         max_seq_len=info.max_seq_len,
@@ -81,6 +90,8 @@ def model_parameters(
         architecture=info.architecture,
         device=info.device,
         engine_version=info.engine_version,
+        engine_state=client.state,
+        engine_failure=client.failure,
         warnings=warnings,
     )
 

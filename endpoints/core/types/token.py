@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, Field, model_validator
 
+from common.limits import MAX_BODY_MARKS, MAX_TOKENIZED, at_most
 from common.sampling import NonNegative, RequestModel
-from endpoints.OAI.types.chat import ChatCompletionRequest
-from endpoints.OAI.types.message import ChatMessage
+from endpoints.OAI.types.chat import ChatCompletionRequest, Messages
+
+_Text: TypeAlias = Annotated[str, Field(max_length=MAX_TOKENIZED)]
+_TokenIds: TypeAlias = Annotated[list[NonNegative], at_most(MAX_BODY_MARKS)]
 
 
 class PromptRequest(ChatCompletionRequest):
@@ -17,11 +20,11 @@ class PromptRequest(ChatCompletionRequest):
     Whether a text gets a BOS token is up to the model's tokenizer_config, as in a completion, or to `add_bos_token`.
     """
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] = Field([], description="Instead of a text.")
+    messages: Messages = Field([], description="Instead of a text.")
 
 
 class TokenEncodeRequest(PromptRequest):
-    text: str | None = Field(None, description="A text, or a list of messages.")
+    text: _Text | None = Field(None, description="A text, or a list of messages.")
     add_generation_prompt: bool | None = False
     encode_special_tokens: bool = True
 
@@ -39,7 +42,7 @@ class TokenEncodeResponse(BaseModel):
 
 
 class TokenDecodeRequest(RequestModel):
-    tokens: list[NonNegative]
+    tokens: _TokenIds
     decode_special_tokens: bool = True
 
 
@@ -50,11 +53,11 @@ class TokenDecodeResponse(BaseModel):
 class TokenizeRequest(PromptRequest):
     """llama.cpp's server reads `content` and the fields after it, vLLM `prompt` or `messages` and the last one."""
 
-    content: str | None = None
+    content: _Text | None = None
     add_special: bool = Field(False, description="With content: add a BOS token where the model has one added.")
     parse_special: bool = Field(True, description="Control tokens in the text are control tokens.")
     with_pieces: bool = Field(False, description="Each token with its text, or its bytes where they are no text.")
-    prompt: str | None = None
+    prompt: _Text | None = None
     return_token_strs: bool = False
 
 
@@ -80,7 +83,7 @@ class TokenizeResponse(BaseModel):
 
 
 class DetokenizeRequest(RequestModel):
-    tokens: list[NonNegative]
+    tokens: _TokenIds
 
 
 class DetokenizeResponse(BaseModel):

@@ -107,13 +107,13 @@ async def test_what_was_dropped_and_what_can_be_used_no_longer(tiny_hybrid: Path
         state = container.cache_state()
         assert (state.active_requests, state.queued_requests) == (1, 0)
         vram = tiers(state)["vram"]
-        assert vram.active_tokens == 13 * 256  # of the prompt, and of the answer's first segment
-        assert vram.evicted_tokens == 5 * 256
+        assert vram.active_tokens == 12 * 256  # of the prompt, and of the answer
+        assert vram.evicted_tokens == 4 * 256
         assert state.checkpoints is not None
         usable = [(entry.position, entry.usable) for entry in state.checkpoints.entries]
-        lost = [(position, False) for position in range(1024, 2049, 256)]
-        assert usable[:5] == lost, "what no prompt can use is the next to be dropped"
-        assert [position for position, can in usable if can] == [256, 512, 768, 256]
+        lost = [(position, False) for position in range(1280, 2049, 256)]
+        assert usable[:4] == lost, "what no prompt can use is the next to be dropped"
+        assert [position for position, can in usable if can] == [256, 512, 768, 1024, 256]
         await job.cancel()
         state = container.cache_state()
         assert state.checkpoints is not None

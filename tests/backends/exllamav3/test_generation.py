@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,20 @@ async def test_a_stop_string_across_tokens_cuts_text_and_entries(llama: ExllamaV
     assert len(answer.logprobs) == len(answer.token_ids) <= 3
     finish = answer.finish
     assert (finish.reason, finish.eos_reason, finish.stop_sequence) == ("stop", "stop_string", stop)
+
+
+async def test_a_stop_string_after_half_a_character_is_cut_off(llama: ExllamaV3Container) -> None:
+    """The engine decodes what it has held back once more, and gives the text with the stop string."""
+    halves = BYTE_TOKENS[-60:]
+    sampling = SamplingParameters(temperature=0.0, allowed_tokens=words(llama) + halves, presence_penalty=20.0)
+    plain = await answered(llama, PROMPT, sampling=sampling, max_tokens=40)
+    match = re.search("\ufffd([A-Za-z]{2})", plain.text)
+    assert match is not None
+    stop = match[1]
+    answer = await answered(llama, PROMPT, sampling=sampling, max_tokens=40, logprobs=0, stop_strings=[stop])
+    assert answer.text == plain.text[: plain.text.index(stop)]
+    assert raw_text(answer.logprobs) == answer.text
+    assert (answer.finish.eos_reason, answer.finish.stop_sequence) == ("stop_string", stop)
 
 
 async def test_a_stop_string_that_ends_with_the_last_token_allowed(llama: ExllamaV3Container) -> None:

@@ -209,12 +209,18 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
         ExllamaV3Container.create(tmp_path, load_settings())
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_broken_tokenizer_names_its_files(tmp_path: Path, tiny_llama: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("tokenizer.json", r"The tokenizer of torn \(tokenizer.json, .*cannot be read"),
+        ("tokenizer_config.json", "tokenizer_config.json of torn is not JSON"),
+    ],
+)
+def test_a_broken_tokenizer_names_its_files(tmp_path: Path, tiny_llama: Path, name: str, what: str) -> None:
     folder = tmp_path / "torn"
     shutil.copytree(tiny_llama, folder)
     (folder / name).write_text("{", encoding="utf-8")
-    with pytest.raises(InvalidRequest, match=r"tokenizer of torn .*cannot be read"):
+    with pytest.raises(InvalidRequest, match=what):
         ExllamaV3Container.create(folder, load_settings(**SMALL))
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from pydantic import BaseModel
 
 from common.caching import CacheExplanation, Difference
 from common.generation import Event, Finish, GenerationRequest, Prefill, SampledLogprob, TextDelta, TokenLogprob, Usage
 from common.templating import ChatTemplate
-from endpoints.OAI.types.chat import ChatCompletionRequest
+from endpoints.OAI.types.chat import ChatCompletionChunk, ChatCompletionRequest
 from endpoints.OAI.types.common import Envelope
-from endpoints.OAI.types.completion import CompletionRequest
+from endpoints.OAI.types.completion import Completion, CompletionRequest
 from endpoints.OAI.utils.chat import ChatCodec, ChatTurn
 from endpoints.OAI.utils.completion import CompletionCodec, completion_generation_requests
 from endpoints.OAI.utils.generation import total_usage
@@ -66,6 +67,23 @@ def chunks(codec: ChatCodec | CompletionCodec, events: list[Event | Queued] = EV
 
 def whole(codec: ChatCodec | CompletionCodec, events: list[Event | Queued] = EVENTS) -> dict[str, Any]:
     return asyncio.run(codec.collect(happening(events))).model_dump()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}]
+)
+@pytest.mark.parametrize("route", ["chat", "completion"])
+def test_every_event_of_a_stream_is_a_whole_chunk(route: str, options: dict[str, bool]) -> None:
+    """Members and their order, although chunks are not made one by one."""
+    fields = {"logprobs": 1 if route == "completion" else True, "stream_options": options, "return_progress": True}
+    codec = chat_codec(**fields) if route == "chat" else completion_codec(**fields)
+    made: type[BaseModel] = ChatCompletionChunk if route == "chat" else Completion
+
+    async def payloads() -> list[str]:
+        return [payload async for payload in codec.stream(happening(EVENTS))]
+
+    for payload in asyncio.run(payloads()):
+        assert made.model_validate_json(payload).model_dump_json() == payload
 
 
 def test_chat_logprobs() -> None:

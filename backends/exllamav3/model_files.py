@@ -1,0 +1,104 @@
+"""The files of a model's folder, checked before anything is loaded: the engine would find out late what is wrong."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.errors import InvalidRequest
+
+WEIGHTS = "*.safetensors"
+INDEX = "model.safetensors.index.json"
+# The first bytes of a safetensors file, little-endian: how long its header is, which is JSON.
+LENGTH = struct.Struct("<Q")
+# Of a header; the format's own limit.
+MOST_HEADER_BYTES = 100_000_000
+
+
+def check_files(directory: Path) -> None:
+    """Look into the files that are there, without reading a weight.
+
+    Raises:
+        InvalidRequest: one is cut off or damaged. Says which.
+    """
+    read_object(directory / "config.json")
+    for name in ("generation_config.json", "tokenizer_config.json", INDEX):
+        if (directory / name).exists():
+            read_object(directory / name)
+    for path in sorted(directory.glob(WEIGHTS)):
+        _check_weights(path)
+
+
+def check_complete(directory: Path) -> None:
+    """Raise InvalidRequest where a download has not brought all files with weights."""
+    missing = sorted(name for name in _named_weights(directory) if not (directory / name).is_file())
+    if not missing and not any(directory.glob(WEIGHTS)):
+        missing = [WEIGHTS]
+    if missing:
+        raise InvalidRequest(f"{directory.name} is incomplete: {', '.join(missing)} missing. Download it again.")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises `InvalidRequest` for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _damaged(path, f"cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise _damaged(path, f"is not UTF-8 text (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise _damaged(path, f"is not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; nested too deeply
+        raise _damaged(path, "is not JSON that can be read") from error
+    if not isinstance(content, dict):
+        raise _damaged(path, "holds no JSON object")
+    return content
+
+
+def _named_weights(directory: Path) -> Iterator[str]:
+    """Files that the index says the weights are in."""
+    path = directory / INDEX
+    if not path.is_file():
+        return
+    weight_map = read_object(path).get("weight_map", {})
+    if not isinstance(weight_map, dict):
+        raise _damaged(path, "holds no object weight_map")
+    for name in set(weight_map.values()):
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+            raise _damaged(path, f"names {name!r}, which is no file of the folder")
+        yield name
+
+
+def _check_weights(path: Path) -> None:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = LENGTH.unpack(file.read(LENGTH.size))[0] if size >= LENGTH.size else size
+            if length > min(size - LENGTH.size, MOST_HEADER_BYTES):
+                raise _damaged(path, "is cut off or damaged: its header does not fit")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise _damaged(path, f"cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, "is damaged: its header is not JSON") from error
+    if not isinstance(header, dict):
+        raise _damaged(path, "is damaged: its header holds no object")
+    room = size - LENGTH.size - length
+    for name, tensor in header.items():
+        if name != "__metadata__" and not _fits(tensor, room):
+            raise _damaged(path, f"is cut off or damaged: the tensor {name} lies outside of it")
+
+
+def _fits(tensor: Any, room: int) -> bool:
+    """Whether what a header says of a tensor can be true."""
+    match tensor:
+        case {"dtype": str(), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
+            return 0 <= begin <= end <= room and all(isinstance(size, int) and size >= 0 for size in shape)
+    return False
+
+
+def _damaged(path: Path, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{path.name} of {path.parent.name} {what}. Download the file again.")

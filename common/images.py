@@ -1,0 +1,104 @@
+"""Images of requests: limits, data: URLs, and what their bytes hold."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+from typing import Final
+from urllib.parse import unquote_to_bytes, urlsplit
+
+from PIL import Image
+
+from common.errors import InvalidRequest, Unsupported
+
+MAX_IMAGES: Final = 32  # in one request
+MAX_IMAGE_BYTES: Final = 20 * 1024**2
+MAX_REQUEST_BYTES: Final = 64 * 1024**2  # of all images of one request
+MAX_PIXELS: Final = 64_000_000
+# Passes of a progressive JPEG. Encoders make about ten; thousands fit into a small file, each as slow as the first.
+MAX_SCANS: Final = 100
+_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_WHITESPACE: Final = re.compile(rb"\s+")
+_URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")
+_START_OF_SCAN: Final = b"\xff\xda"  # of no other meaning in a JPEG: a scan's own 0xff is followed by a zero
+
+
+def read_image(url: str, param: str) -> Image.Image:
+    """The picture in a URL, decoded.
+
+    Args:
+        url: a data: URL; RFC 2397, with whatever line breaks and parameters.
+        param: path of the URL in the request, for errors.
+
+    Raises:
+        InvalidRequest: it is no URL of a picture, or the picture cannot be read.
+        Unsupported: the URL names something on another machine.
+    """
+    if scheme_of(url, param) != "data":
+        raise Unsupported(
+            "Images are not fetched from other machines; send the image itself, as a data: URL.", param=param
+        )
+    return decode_image(decode_data_url(url, param), param)
+
+
+def scheme_of(url: str, param: str) -> str:
+    """data, http or https. Raises InvalidRequest for anything else."""
+    try:
+        scheme = urlsplit(url.strip()).scheme
+    except ValueError:  # such as a bracket that belongs to no IPv6 address
+        scheme = ""
+    if scheme in ("data", "http", "https"):
+        return scheme
+    raise InvalidRequest(
+        "An image needs a data: URL, such as data:image/png;base64,..."
+        + (f" The scheme {scheme}: is not allowed." if scheme else ""),
+        param=param,
+    )
+
+
+def decode_data_url(url: str, param: str) -> bytes:
+    """What a data: URL holds. Raises InvalidRequest."""
+    header, comma, data = url.strip().partition(",")
+    if not comma:
+        raise InvalidRequest("The data: URL has no comma, after which its data would follow.", param=param)
+    content = unquote_to_bytes(data)
+    if header.rpartition(";")[2].strip().lower() != "base64":
+        return content
+    # Mail and shells break lines; some encoders use the alphabet for URLs or leave the padding out.
+    packed = _WHITESPACE.sub(b"", content).translate(_URL_SAFE).rstrip(b"=")
+    try:
+        return base64.b64decode(packed + b"=" * (-len(packed) % 4), validate=True)
+    except binascii.Error as error:
+        raise InvalidRequest(f"The data: URL is not valid base64: {error}.", param=param) from error
+
+
+def decode_image(data: bytes, param: str) -> Image.Image:
+    """The picture in some bytes; of an animation the first frame.
+
+    What it takes to decode is bounded by the size that the header promises, which is looked at first.
+
+    Raises:
+        InvalidRequest: the picture is too large, or cannot be read.
+    """
+    if not data:
+        raise InvalidRequest("The image is empty.", param=param)
+    if len(data) > MAX_IMAGE_BYTES:
+        raise InvalidRequest(f"The image is larger than {MAX_IMAGE_BYTES // 1024**2} MB.", param=param)
+    try:
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        if image.format == "JPEG" and data.count(_START_OF_SCAN) > MAX_SCANS:
+            raise ValueError("too many scans")
+        if image.width * image.height <= MAX_PIXELS:
+            image.load()
+            return image
+    except Exception as error:
+        # The decoders read foreign bytes, and fail on them in many ways; what they say names objects of theirs.
+        raise InvalidRequest(
+            f"The image cannot be read; it has to be whole, and one of {', '.join(_FORMATS)}.", param=param
+        ) from error
+    raise InvalidRequest(
+        f"The image has {image.width} x {image.height} pixels; at most {MAX_PIXELS // 1_000_000} million are read.",
+        param=param,
+    )

@@ -1,0 +1,64 @@
+"""The JSON of a request's body, in bounds: whoever walks through the value afterwards needs none of his own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+from common.errors import InvalidRequest
+from common.limits import MAX_BODY_MARKS, MAX_DEPTH
+
+SMALL_BODY: Final = 256 * 1024  # bytes, which are read in a few milliseconds
+# The first half of a surrogate pair without the second one, and the second one without the first.
+_HALF_PAIR: Final = re.compile(
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F])"
+)
+
+
+def read_json(body: bytes) -> Any:
+    """The value. Half a surrogate pair, which JSON can express and UTF-8 cannot, becomes a question mark.
+
+    Raises:
+        json.JSONDecodeError: it is no JSON.
+        InvalidRequest: it is nested too deeply, or holds too much, or what cannot be text or a number.
+    """
+    opened = body.count(b"[") + body.count(b"{")
+    marks = opened + body.count(b",")
+    if marks > MAX_BODY_MARKS:
+        raise InvalidRequest(
+            f"The body has {marks:,} commas and opening brackets; a request may have {MAX_BODY_MARKS:,}. Send less at "
+            "once."
+        )
+    try:
+        value = json.loads(body)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError as error:
+        raise _too_deep() from error
+    except ValueError as error:  # no UTF-8, or a number of thousands of digits
+        raise InvalidRequest(f"The body cannot be read as JSON: {error}.") from error
+    if opened > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+        raise _too_deep()
+    if b"\\u" in body and _HALF_PAIR.search(body):
+        return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value
+
+
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest(f"The body is nested too deeply: lists and objects may stand {MAX_DEPTH} deep in each other.")
+
+
+def _is_deeper(value: object, limit: int) -> bool:
+    level = [value] if isinstance(value, (list, dict)) else []
+    for _ in range(limit):
+        level = [inner for outer in level for inner in _containers(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    values = value.values() if type(value) is dict else value
+    return (item for item in values if type(item) is dict or type(item) is list)

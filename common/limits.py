@@ -1,0 +1,54 @@
+"""How much a request may hold of what costs more than its bytes do. Each limit is far beyond what clients send.
+
+What is bounded by `network.max_body_mb` alone has none here: text is worked on in a time that grows with its length.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeAlias
+
+from pydantic import Field
+
+# --- the body -----------------------------------------------------------------------------------------------------
+
+MAX_BODY_MARKS: Final = 1_000_000  # commas and opening brackets, also in text: no JSON has more values
+MAX_DEPTH: Final = 200  # of lists and objects within each other
+
+# --- what is generated --------------------------------------------------------------------------------------------
+
+MAX_ANSWERS: Final = 128  # of one request, to all of its prompts together
+MAX_PROMPTS: Final = 128
+MAX_TOP_LOGPROBS: Final = 20
+
+# --- what every token is compared with ----------------------------------------------------------------------------
+
+MAX_STOPS: Final = 256
+MAX_BANNED_STRINGS: Final = 2_000
+MAX_BREAKERS: Final = 256
+MAX_LISTED_TOKENS: Final = 100_000
+MAX_BIASES: Final = 20_000
+MAX_LOOP_WINDOW: Final = 10_000  # tokens
+
+# --- conversations ------------------------------------------------------------------------------------------------
+
+MAX_MESSAGES: Final = 10_000
+MAX_PARTS: Final = 1_000  # of one message
+MAX_CALLS: Final = 1_000  # of one message
+MAX_IMAGES: Final = 64  # of all messages
+MAX_TOOLS: Final = 1_000
+
+# --- others -------------------------------------------------------------------------------------------------------
+
+MAX_CHOICES: Final = 10_000  # of which an answer is one
+MAX_WORDS: Final = 64  # in lists of names, such as llama.cpp's samplers
+MAX_FILES: Final = 1_000  # around the text to fill in
+MAX_TOKENIZED: Final = 4_000_000  # characters, where tokens are all that is asked for
+MAX_ENCODED: Final = 256  # texts that become tokens one by one, between token ids or as biases
+
+_MAX_SHORT: Final = 1_000  # characters
+ShortText: TypeAlias = Annotated[str, Field(max_length=_MAX_SHORT)]
+
+
+def at_most(limit: int) -> object:
+    """Of a list: how long it may be. The first item that is wrong ends the check, so that a long list has one error."""
+    return Field(max_length=limit, fail_fast=True)

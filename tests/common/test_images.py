@@ -1,0 +1,125 @@
+"""Images in requests: what decodes, and what does not."""
+
+from __future__ import annotations
+
+import base64
+import io
+from urllib.parse import quote_from_bytes
+
+import pytest
+from PIL import Image
+
+from common import images
+from common.errors import InvalidRequest, Unsupported
+from common.images import MAX_SCANS, decode_image, read_image
+
+
+def picture(format: str = "PNG", size: tuple[int, int] = (30, 20)) -> bytes:
+    buffer = io.BytesIO()
+    Image.radial_gradient("L").resize(size).convert("RGB").save(buffer, format)
+    return buffer.getvalue()
+
+
+PNG = picture()
+PACKED = base64.b64encode(PNG).decode()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"data:image/png;base64,{PACKED}",
+        f"  data:image/png;base64,{PACKED}\n",
+        f"data:image/png;base64,{PACKED[:76]}\r\n{PACKED[76:]}",
+        f"data:image/png;charset=utf-8;base64,{PACKED}",
+        f"DATA:image/png;BASE64,{PACKED}",
+        f"data:;base64,{PACKED}",
+        f"data:image/png;base64,{PACKED.rstrip('=')}",
+        f"data:image/png;base64,{PACKED.replace('+', '%2B').replace('/', '%2F').replace('=', '%3D')}",
+        f"data:image/png;base64,{base64.urlsafe_b64encode(PNG).decode()}",
+        f"data:image/png,{quote_from_bytes(PNG)}",
+    ],
+)
+def test_every_form_of_a_data_url_is_decoded(url: str) -> None:
+    assert read_image(url, "url").size == (30, 20)
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_formats(format: str) -> None:
+    url = f"data:application/octet-stream;base64,{base64.b64encode(picture(format)).decode()}"
+    assert read_image(url, "url").format == format
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", "data: URL"),
+        ("cat.png", "data: URL"),
+        ("file:///etc/hosts", "file: is not allowed"),
+        ("FILE:///etc/hosts", "file: is not allowed"),
+        ("ftp://127.0.0.1/a.png", "ftp: is not allowed"),
+        ("javascript:alert(1)", "javascript: is not allowed"),
+        ("http://[", "data: URL"),
+        ("data:image/png;base64", "no comma"),
+        ("data:image/png;base64,", "empty"),
+        ("data:image/png;base64,%%%", "base64"),
+        ("data:image/png;base64,ab!d", "base64"),
+        ("data:image/png;base64,abcde", "base64"),
+        ("data:image/png,hello", "cannot be read"),
+        (f"data:image/png;base64,{base64.b64encode(PNG[:-30]).decode()}", "cannot be read"),
+        (f"data:image/png;base64,{base64.b64encode(PNG[:60]).decode()}", "cannot be read"),
+        (f"data:image/jpeg;base64,{base64.b64encode(picture('JPEG')[:-200]).decode()}", "cannot be read"),
+        (f"data:image/tiff;base64,{base64.b64encode(picture('TIFF')).decode()}", "cannot be read"),
+    ],
+)
+def test_what_is_no_image_is_said_so(url: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        read_image(url, "messages.0.content.1.image_url")
+    assert caught.value.status == 400
+    assert caught.value.param == "messages.0.content.1.image_url"
+    assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/a.png", "HTTPS://example.com/a.png"])
+def test_nothing_is_fetched(url: str) -> None:
+    with pytest.raises(Unsupported, match="not fetched"):
+        read_image(url, "url")
+
+
+def test_an_image_of_too_many_pixels_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "MAX_PIXELS", 599)
+    with pytest.raises(InvalidRequest, match="30 x 20"):
+        read_image(f"data:;base64,{PACKED}", "url")
+
+
+def test_a_header_that_promises_too_many_pixels() -> None:
+    header = PNG[:16] + (60_000).to_bytes(4, "big") * 2 + PNG[24:]
+    with pytest.raises(InvalidRequest):
+        read_image(f"data:;base64,{base64.b64encode(header).decode()}", "url")
+
+
+def test_an_image_of_too_many_bytes_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "MAX_IMAGE_BYTES", len(PNG) - 1)
+    with pytest.raises(InvalidRequest, match="larger than"):
+        read_image(f"data:;base64,{PACKED}", "url")
+
+
+def test_a_jpeg_of_thousands_of_scans_is_not_decoded() -> None:
+    buffer = io.BytesIO()
+    Image.radial_gradient("L").save(buffer, "JPEG", progressive=True)
+    data = buffer.getvalue()
+    assert decode_image(data, "url").size == (256, 256)
+    scan = data[data.rindex(b"\xff\xda") : -2]
+    assert decode_image(data[:-2] + scan * 10 + data[-2:], "url").size == (256, 256)
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        decode_image(data[:-2] + scan * MAX_SCANS + data[-2:], "url")
+
+
+@pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
+def test_of_an_animation_the_first_frame_is_decoded(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = [Image.new("RGB", (8, 8), (value, 0, 0)) for value in range(0, 250, 5)]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, format, save_all=True, append_images=frames[1:])
+    decoded = []
+    monkeypatch.setattr(Image.Image, "seek", lambda self, frame: decoded.append(frame))
+    assert decode_image(buffer.getvalue(), "url").convert("RGB").getpixel((0, 0)) == (0, 0, 0)
+    assert decoded == []

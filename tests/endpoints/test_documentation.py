@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.endpoints.running import RunningServer, running_server
+from tests.scripted import ScriptedEngine
+
+PAGES = ("/docs", "/openapi.json")
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_documentation_needs_a_key(server: RunningServer, path: str) -> None:
+    for method in ("GET", "HEAD"):
+        refused = server.anonymous.request(method, path)
+        assert (refused.status_code, refused.headers["WWW-Authenticate"]) == (401, "Bearer")
+    error = server.anonymous.get(path).json()
+    assert "network.public_docs" in error["error"]["message"]
+    assert error["detail"] == error["error"]["message"]
+    for client in (server.http, server.admin):
+        assert client.get(path).status_code == 200
+
+
+def test_the_page_reads_the_description(server: RunningServer) -> None:
+    page = server.http.get("/docs")
+    assert page.headers["Content-Type"].startswith("text/html")
+    assert page.headers["Content-Security-Policy"] == "frame-ancestors 'none'"
+    assert "url: 'openapi.json'" in page.text
+    description = server.http.get("/openapi.json").json()
+    assert "/v1/chat/completions" in description["paths"]
+    assert "bearer" in description["components"]["securitySchemes"]
+    assert not set(description["paths"]) & {*PAGES, "/redoc", "/docs/oauth2-redirect"}
+
+
+def test_it_can_be_open_to_everybody(scripted: ScriptedEngine) -> None:
+    with running_server(scripted, network={"public_docs": True}).running() as server:
+        assert [server.anonymous.get(path).status_code for path in PAGES] == [200, 200]
+    with running_server(scripted, auth=False).running() as server:
+        assert [server.anonymous.head(path).status_code for path in PAGES] == [200, 200]
+
+
+@pytest.mark.parametrize("path", ["/redoc", "/docs/oauth2-redirect"])
+def test_what_is_not_there(server: RunningServer, path: str) -> None:
+    assert server.admin.get(path).status_code == 404
