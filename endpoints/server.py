@@ -93,11 +93,15 @@ def create_app(
     with_openai = "oai" in settings.network.api_servers
     documentation = documentation_router(settings.network.public_docs)
     unversioned = [core_router, documentation, metrics_router(state), token_router]
-    for router in [*unversioned, *([llama_cpp_router] if with_openai else [])]:
-        app.include_router(router)
-    versioned = [core_v1, token_v1, cache_v1, *([openai_v1] if with_openai else [])]
+    versioned = [core_v1, token_v1, cache_v1]
+    if with_openai:
+        # First, as routes are tried in turn, and these are asked for most.
+        versioned.insert(0, openai_v1)
+        unversioned.append(llama_cpp_router)
     for router in versioned:
         app.include_router(router, prefix=VERSION_PREFIX)
+    for router in unversioned:
+        app.include_router(router)
     for router in versioned:  # clients of other servers leave the prefix out
         app.include_router(router, include_in_schema=False)
     _describe_security_and_errors(app)
