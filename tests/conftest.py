@@ -135,7 +135,15 @@ def smollm2(make_once: MakeOnce, demo_wheel: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def real_server(tiny_hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The server as a process of its own, with the tiny hybrid on the real engine."""
+def hybrid_server(tiny_hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with served(tmp_path_factory.mktemp("server"), model=tiny_hybrid) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def real_server(hybrid_server: ServerProcess) -> ServerProcess:
+    """The server as a process of its own, with the tiny hybrid on the real engine, loaded as by default."""
+    with hybrid_server.client(hybrid_server.admin_key) as admin:  # the module before may have loaded it otherwise
+        response = admin.post("/v1/model/load", json={"model_name": hybrid_server.model})
+        assert '"status":"finished"' in response.text, response.text
+    return hybrid_server
