@@ -23,6 +23,7 @@ from common.limits import MAX_BODY_MARKS, MAX_DEPTH
         (rb'{"\ud83d": ["\udfff"]}', {"?": ["?"]}),
         (b'"\\u0000"', "\0"),
         (b"[1e308, -1]", [1e308, -1]),
+        (b'\xef\xbb\xbf"x"', "x"),
     ],
 )
 def test_every_text_of_a_body_can_be_encoded(body: bytes, value: object) -> None:
@@ -53,7 +54,14 @@ def test_the_number_of_values_is_bounded_before_they_are_read() -> None:
 
 
 def test_what_is_no_text_or_no_number_is_refused() -> None:
-    for body in (b'"\xff"', b"9" * 5000):
+    half_pair = b'"\xed\xa0\x80"'
+    for body in (
+        b'"\xff"',
+        b"9" * 5000,
+        half_pair,
+        '"x"'.encode("utf-16"),
+        '"\ud83d"'.encode("utf-16", "surrogatepass"),
+    ):
         with pytest.raises(InvalidRequest, match="cannot be read as JSON"):
             read_json(body)
 
