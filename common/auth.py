@@ -26,6 +26,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from common.caching import EVERYBODY
 from common.errors import AuthenticationFailed, SettingsError
+from common.file_stamp import file_stamp
 from common.yaml_file import read_mapping
 
 KEY_FILE = "api_tokens.yml"
@@ -92,7 +93,7 @@ class KeyStore:
         """
         self._path = path
         self._secret = secrets.token_bytes()  # so that an owner is no help in trying out keys
-        self._stamp = _stamp(path)
+        self._stamp = file_stamp(path)
         self._api_keys, self._admin_key = _read(path)
 
     @classmethod
@@ -137,7 +138,7 @@ class KeyStore:
 
     def reload(self) -> None:
         """Read the file again if it changed. What cannot be used is logged, and the keys stay as they are."""
-        stamp = _stamp(self._path)
+        stamp = file_stamp(self._path)
         if stamp == self._stamp:
             return
         self._stamp = stamp
@@ -163,15 +164,6 @@ def _presented_keys(headers: Mapping[str, str]) -> Iterator[str]:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    """Changes when the file does; None while there is no file."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size
 
 
 def _read(path: Path) -> tuple[list[bytes], bytes]:

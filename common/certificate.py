@@ -11,13 +11,11 @@ from loguru import logger
 
 from common.config_models import NetworkConfig
 from common.errors import SettingsError
+from common.file_stamp import FileStamp, file_stamp
 
 POLL_SECONDS: Final = 60.0
 _CERTFILE: Final = "network.ssl_certfile"
 _KEYFILE: Final = "network.ssl_keyfile"
-
-# Modification time and size of a file, or None while there is none.
-_Stamp = tuple[int, int] | None
 
 
 class ServerCertificate:
@@ -77,8 +75,8 @@ class ServerCertificate:
         if problem is not None:
             logger.warning("Clients will not trust the certificate {}: {}.", self._certfile, problem)
 
-    def _read_stamps(self) -> tuple[_Stamp, _Stamp]:
-        return _stamp(self._certfile), _stamp(self._keyfile)
+    def _read_stamps(self) -> tuple[FileStamp, FileStamp]:
+        return file_stamp(self._certfile), file_stamp(self._keyfile)
 
 
 def _load(certfile: Path, keyfile: Path) -> ssl.SSLContext:
@@ -133,11 +131,3 @@ def _complaint(context: ssl.SSLContext, certfile: Path) -> str | None:
         except ssl.SSLCertVerificationError as error:
             return error.verify_message
     return None
-
-
-def _stamp(path: Path) -> _Stamp:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size
