@@ -25,7 +25,8 @@ from loguru import logger
 from common.addresses import IPAddress, is_own, is_public, parse_address
 from common.config_models import NetworkConfig
 from common.errors import InvalidRequest, Unsupported
-from common.images import MAX_IMAGE_BYTES, MAX_IMAGES, MAX_REQUEST_BYTES, decode_data_url, scheme_of
+from common.images import MAX_IMAGE_BYTES, MAX_REQUEST_BYTES, decode_data_url, scheme_of
+from common.limits import MAX_IMAGES
 
 MAX_REDIRECTS: Final = 3
 MAX_URL_LENGTH: Final = 8192

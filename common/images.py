@@ -13,7 +13,6 @@ from PIL import Image
 
 from common.errors import InvalidRequest, Unsupported
 
-MAX_IMAGES: Final = 32  # in one request
 MAX_IMAGE_BYTES: Final = 20 * 1024**2
 MAX_REQUEST_BYTES: Final = 64 * 1024**2  # of all images of one request
 MAX_PIXELS: Final = 64_000_000

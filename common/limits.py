@@ -34,7 +34,7 @@ MAX_LOOP_WINDOW: Final = 10_000  # tokens
 MAX_MESSAGES: Final = 10_000
 MAX_PARTS: Final = 1_000  # of one message
 MAX_CALLS: Final = 1_000  # of one message
-MAX_IMAGES: Final = 64  # of all messages
+MAX_IMAGES: Final = 32  # of all messages
 MAX_TOOLS: Final = 1_000
 
 # --- others -------------------------------------------------------------------------------------------------------
