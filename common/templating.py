@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -191,42 +192,38 @@ class ChatTemplate:
         form: ToolFormat,
         path: str,
     ) -> Rendering:
+        with self._stopped_at(path):
+            try:
+                return self.render_as_given(messages, names, tools=tools)
+            except TemplateLimitExceeded:
+                raise
+            except Exception as error:
+                refusal = error  # what the template says of the conversation as it came is what counts
+            for shape in conversations.other_shapes(messages, tools, form):
+                try:
+                    rendering = self.render_as_given(shape.messages, names, tools=shape.tools)
+                except TemplateLimitExceeded:
+                    raise
+                except Exception:
+                    continue
+                logger.debug("The chat template {} takes the conversation with {}", self.name, shape.description)
+                return rendering
+            raise InvalidRequest(
+                f"The chat template {self.name} could not render the messages: {str(refusal)[:_MOST_TOLD]}", param=path
+            ) from refusal
+
+    @contextmanager
+    def _stopped_at(self, path: str) -> Iterator[None]:
+        """Bounds what is rendered within; a template that goes beyond them cannot render what is at the path."""
         try:
             with bounded():
-                return self._first_shape(messages, tools, names, form, path)
+                yield
         except TemplateLimitExceeded as error:
             raise InvalidRequest(
                 f"The chat template {self.name} was stopped: {error}. Send fewer or shorter messages, or use another "
                 "template.",
                 param=path,
             ) from error
-
-    def _first_shape(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None,
-        names: Mapping[str, Any],
-        form: ToolFormat,
-        path: str,
-    ) -> Rendering:
-        try:
-            return self.render_as_given(messages, names, tools=tools)
-        except TemplateLimitExceeded:
-            raise
-        except Exception as error:
-            refusal = error  # what the template says of the conversation as it came is what counts
-        for shape in conversations.other_shapes(messages, tools, form):
-            try:
-                rendering = self.render_as_given(shape.messages, names, tools=shape.tools)
-            except TemplateLimitExceeded:
-                raise
-            except Exception:
-                continue
-            logger.debug("The chat template {} takes the conversation with {}", self.name, shape.description)
-            return rendering
-        raise InvalidRequest(
-            f"The chat template {self.name} could not render the messages: {str(refusal)[:_MOST_TOLD]}", param=path
-        ) from refusal
 
 
 def _render(template: Template, names: Mapping[str, Any]) -> Rendering:

@@ -27,7 +27,6 @@ from common.errors import RequestCancelled, ServerError, SettingsError
 from common.sampling import SamplerPresets
 from common.version import VERSION
 from endpoints.browsers import BrowserGuardMiddleware, CorsMiddleware
-from endpoints.connection import TimedProtocol
 from endpoints.core.cache import v1 as cache_v1
 from endpoints.core.router import router as core_router
 from endpoints.core.router import v1 as core_v1
@@ -39,7 +38,7 @@ from endpoints.LlamaCpp.router import router as llama_cpp_router
 from endpoints.metrics import metrics_router
 from endpoints.middleware import HEADER, BodyLimitMiddleware, BodyTimeoutMiddleware, RequestContextMiddleware
 from endpoints.OAI.router import v1 as openai_v1
-from endpoints.protocol import MAX_HEADER_BYTES
+from endpoints.protocol import MAX_HEADER_BYTES, HttpProtocol
 from endpoints.routing import SECURITY_SCHEMES, VERSION_PREFIX, RouteAccess, methods_of, route_table
 from endpoints.state import ServerState, application_state, attach_state, state_of
 
@@ -174,7 +173,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 # Not whichever parser is installed: httptools limits no headers.
-                http=partial(TimedProtocol, settings.network),  # type: ignore[arg-type]  # which uvicorn only calls
+                http=partial(HttpProtocol, settings.network),  # type: ignore[arg-type]  # which uvicorn only calls
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 ws="none",
                 ssl_context_factory=(lambda config, default: certificate.context) if certificate is not None else None,

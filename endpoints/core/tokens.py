@@ -24,6 +24,7 @@ from endpoints.core.types.token import (
     TokenPiece,
 )
 from endpoints.OAI.types.chat import ChatCompletionRequest
+from endpoints.OAI.utils.prompt import ChatPrompt, PromptWriter
 from endpoints.routing import API, CoreRoute
 from endpoints.state import ServerState, State, loaded_info
 from endpoints.streaming import unless_disconnected
@@ -95,8 +96,14 @@ async def detokenize(body: DetokenizeRequest, state: State) -> DetokenizeRespons
 async def apply_template(body: ChatCompletionRequest, request: Request, state: State) -> RenderedTemplate:
     """The prompt that the same body would make as a chat completion."""
     writer = await state.prompt_writer(state.manager.require())
-    prompt = await unless_disconnected(request, state.prompts.run(partial(writer.chat, body)))
+    prompt = await _prompt(request, state, writer, body)
     return RenderedTemplate(prompt=prompt.text)
+
+
+async def _prompt(
+    request: Request, state: ServerState, writer: PromptWriter, body: ChatCompletionRequest
+) -> ChatPrompt:
+    return await unless_disconnected(request, state.prompts.run(partial(writer.chat, body)))
 
 
 async def _encode(
@@ -113,7 +120,7 @@ async def _encode(
     literals: Sequence[TextSpan] = ()
     if text is None:
         writer = await state.prompt_writer(client)
-        prompt = await unless_disconnected(request, state.prompts.run(partial(writer.chat, body)))
+        prompt = await _prompt(request, state, writer, body)
         text, literals, _ = prompt.rendered
         add_bos = False if writer.template.begins_with_bos(text, literals) else add_bos
     return await client.encode(text, add_bos=add_bos, encode_special_tokens=encode_special_tokens, literals=literals)
