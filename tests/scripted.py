@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from backends.client import EngineClient
+from backends.client import EngineClient, Generation
 from backends.manager import ModelManager
 from common.config_models import DraftModelConfig, LoadSettings, MemoryConfig, ModelConfig
-from common.generation import GenerationRequest
+from common.generation import GenerationRequest, TextDelta
 from common.sampling import SamplingParameters
 from tests.scripted_worker import Script
 
@@ -22,6 +24,27 @@ def load_settings(**model: object) -> LoadSettings:
 
 def ask(prompt: str = "hi", max_tokens: int = 0) -> GenerationRequest:
     return GenerationRequest(prompt=prompt, sampling=SamplingParameters(), max_tokens=max_tokens)
+
+
+@asynccontextmanager
+async def up(client: EngineClient) -> AsyncIterator[EngineClient]:
+    """With its model loaded; closed in the end."""
+    await client.prepare()
+    async for _ in client.load():
+        pass
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def text_of(generation: Generation) -> str:
+    return "".join([event.text async for event in generation if isinstance(event, TextDelta)])
+
+
+async def say(client: EngineClient, prompt: str = "hi") -> str:
+    """What the engine answers."""
+    return await text_of(await client.generate(ask(prompt)))
 
 
 @dataclass
@@ -63,3 +86,10 @@ class ScriptedEngine:
 
     def manager(self, *, engine_timeout: float = 0) -> ModelManager:
         return ModelManager(self.model_dir, self.command, engine_timeout=engine_timeout)
+
+
+@asynccontextmanager
+async def serving(engine: ScriptedEngine, script: Script) -> AsyncIterator[EngineClient]:
+    engine.write(script)
+    async with up(engine.client()) as client:
+        yield client

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 from loguru import logger
 
-from backends.client import EngineClient, Generation
 from backends.messages import LoadProgress
 from common.caching import CacheChange
 from common.config_models import MemoryConfig
@@ -27,25 +24,8 @@ from common.errors import (
     Unsupported,
 )
 from common.generation import Event, Finish, Prefill, TextDelta
-from tests.scripted import ScriptedEngine, ask
+from tests.scripted import ScriptedEngine, ask, serving, text_of
 from tests.scripted_worker import ModelScript, Play, Script
-
-
-@asynccontextmanager
-async def serving(engine: ScriptedEngine, script: Script) -> AsyncIterator[EngineClient]:
-    engine.write(script)
-    client = engine.client()
-    await client.prepare()
-    async for _ in client.load():
-        pass
-    try:
-        yield client
-    finally:
-        await client.close()
-
-
-async def text_of(generation: Generation) -> str:
-    return "".join([event.text async for event in generation if isinstance(event, TextDelta)])
 
 
 async def test_load_reports_every_module_and_the_model(scripted: ScriptedEngine) -> None:

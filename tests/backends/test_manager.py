@@ -12,8 +12,8 @@ import pytest
 from backends.manager import ModelManager
 from backends.messages import LoadProgress
 from common.errors import ErrorRecord, InvalidRequest, ModelLoadFailed, ModelNotFound, ModelNotLoaded, RequestCancelled
-from common.generation import TextDelta
 from tests.scripted import ScriptedEngine, ask, load_settings
+from tests.scripted import say as scripted_say
 from tests.scripted_worker import ModelScript, Play, Script
 
 REFUSED = ErrorRecord(code="invalid_request", message="cannot be", param=None)
@@ -36,8 +36,7 @@ async def load(manager: ModelManager, name: str, **model: object) -> list[LoadPr
 
 
 async def say(manager: ModelManager, prompt: str = "hi") -> str:
-    generation = await manager.require().generate(ask(prompt))
-    return "".join([event.text async for event in generation if isinstance(event, TextDelta)])
+    return await scripted_say(manager.require(), prompt)
 
 
 async def test_nothing_is_loaded_at_first(scripted: ScriptedEngine) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from common.sampling import SamplerPresets
 from endpoints.server import Server, create_app
 from endpoints.state import application_state
 from tests.scripted import ScriptedEngine
+from tests.scripted_worker import Play, Script
 
 T = TypeVar("T")
 
@@ -138,3 +139,14 @@ def running_server(
     assert isinstance(given, dict)
     settings = Settings.model_validate({"network": network | given, **sections})
     return RunningServer(engine, settings, KeyStore(key_file) if auth else None)
+
+
+@contextmanager
+def alpha_server(root: Path, plays: Sequence[Play], **sections: object) -> Iterator[RunningServer]:
+    """A server with one scripted model, "alpha", which is loaded."""
+    engine = ScriptedEngine(root)
+    engine.add_model("alpha")
+    engine.write(Script(plays=list(plays)))
+    with running_server(engine, **sections).running() as running:  # type: ignore[arg-type]  # of its sections
+        running.load("alpha")
+        yield running

@@ -18,7 +18,7 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from common.errors import ErrorRecord
 from common.metrics import Metrics
 from endpoints import metrics as route
-from tests.endpoints.running import ADMIN_KEY, API_KEY, RunningServer, eventually, running_server
+from tests.endpoints.running import ADMIN_KEY, API_KEY, RunningServer, alpha_server, eventually, running_server
 from tests.scripted import ScriptedEngine
 from tests.scripted_worker import ModelScript, Play, Script
 
@@ -44,11 +44,7 @@ PLAYS = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    engine = ScriptedEngine(tmp_path_factory.mktemp("server"))
-    engine.add_model("alpha")
-    engine.write(Script(plays=PLAYS))
-    with running_server(engine).running() as running:
-        running.load("alpha")
+    with alpha_server(tmp_path_factory.mktemp("server"), PLAYS) as running:
         yield running
 
 

@@ -13,26 +13,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from backends import messages
-from backends.client import EngineClient, Generation
+from backends.client import EngineClient
 from backends.printed import LINES_PER_SECOND
 from common.errors import EngineFailed, EngineHangs, ModelLoadFailed, RequestCancelled, RequestTooLarge
-from common.generation import TextDelta
 from tests.faults.leaks import nothing_left_behind
-from tests.scripted import ScriptedEngine, ask, load_settings
+from tests.scripted import ScriptedEngine, ask, load_settings, say, serving, text_of, up
 from tests.scripted_worker import ModelScript, Play, Script
 
 TIMEOUT = 0.8
-
-
-@asynccontextmanager
-async def up(client: EngineClient) -> AsyncIterator[EngineClient]:
-    await client.prepare()
-    async for _ in client.load():
-        pass
-    try:
-        yield client
-    finally:
-        await client.close()
 
 
 @asynccontextmanager
@@ -42,25 +30,10 @@ async def rogue(engine: ScriptedEngine) -> AsyncIterator[EngineClient]:
         yield client
 
 
-@asynccontextmanager
-async def scripted_client(engine: ScriptedEngine, script: Script) -> AsyncIterator[EngineClient]:
-    engine.write(script)
-    async with up(engine.client()) as client:
-        yield client
-
-
 def watch(client: EngineClient) -> asyncio.Task[None]:
     """The watchdog, with less patience than a process that starts can do with."""
     assert client._process is not None
     return asyncio.create_task(client._process.end_when_hanging(lambda: client._has_work, TIMEOUT))
-
-
-async def text_of(generation: Generation) -> str:
-    return "".join([event.text async for event in generation if isinstance(event, TextDelta)])
-
-
-async def say(client: EngineClient, prompt: str) -> str:
-    return await text_of(await client.generate(ask(prompt)))
 
 
 # --- what cannot be read ----------------------------------------------------------------------------------------------
@@ -118,7 +91,7 @@ def test_no_text_is_the_beginning_of_a_frame() -> None:
 async def test_a_request_that_no_frame_holds_is_refused_alone(
     scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with scripted_client(scripted, Script()) as client:
+    async with serving(scripted, Script()) as client:
         monkeypatch.setattr("backends.messages.MAX_FRAME_BYTES", 1 << 20)
         for send in (client.generate(ask("x" * (2 << 20))), client.encode("x" * (2 << 20))):
             with pytest.raises(RequestTooLarge, match="takes 2 MB on its way to the engine, which takes 1 at most"):
@@ -133,7 +106,7 @@ async def test_a_request_that_no_frame_holds_is_refused_alone(
 
 async def test_an_engine_that_hangs_is_ended_and_comes_back(scripted: ScriptedEngine) -> None:
     script = Script(plays=[Play(when="hang", chunks=["a"], hang_after=1), Play(when="block", busy=3600.0), Play()])
-    async with nothing_left_behind(), scripted_client(scripted, script) as client:
+    async with nothing_left_behind(), serving(scripted, script) as client:
         for prompt in ("hang", "block"):
             watchdog = watch(client)
             hanging = await client.generate(ask(prompt))
@@ -151,7 +124,7 @@ async def test_an_engine_that_hangs_is_ended_and_comes_back(scripted: ScriptedEn
 
 async def test_an_engine_hangs_also_where_nobody_waits_any_more(scripted: ScriptedEngine) -> None:
     """A client that times out before the watchdog asks again, over and over, must not keep a hanging engine alive."""
-    async with scripted_client(scripted, Script(plays=[Play(when="block", busy=3600.0)])) as client:
+    async with serving(scripted, Script(plays=[Play(when="block", busy=3600.0)])) as client:
         process = client._process
         assert process is not None
         watch(client)
@@ -163,7 +136,7 @@ async def test_an_engine_hangs_also_where_nobody_waits_any_more(scripted: Script
 
 async def test_a_slow_engine_is_not_a_hanging_one(scripted: ScriptedEngine) -> None:
     slow = Play(when="slow", prefill=[(1, 3), (2, 3), (3, 3)], chunks=["a", "b", "c"], delay=TIMEOUT * 0.4)
-    async with scripted_client(scripted, Script(plays=[slow, Play()])) as client:
+    async with serving(scripted, Script(plays=[slow, Play()])) as client:
         watchdog = watch(client)
         assert await say(client, "slow") == "abc"
         await asyncio.sleep(TIMEOUT * 1.5)  # one without work may say nothing
@@ -189,7 +162,7 @@ async def test_a_load_that_hangs_ends(scripted: ScriptedEngine) -> None:
 
 
 async def test_a_process_that_is_killed_says_who_may_have_done_it(scripted: ScriptedEngine) -> None:
-    async with scripted_client(scripted, Script(plays=[Play(when="wait", hang_after=0)])) as client:
+    async with serving(scripted, Script(plays=[Play(when="wait", hang_after=0)])) as client:
         generation = await client.generate(ask("wait"))
         await generation.accepted()
         process = client._process
@@ -214,7 +187,7 @@ async def test_a_process_that_ends_before_it_is_told_to_load(scripted: ScriptedE
 
 async def test_a_forced_close_waits_for_nothing(scripted: ScriptedEngine) -> None:
     script = Script(models={"alpha": ModelScript(unload_steps=[3600.0])}, plays=[Play(hang_after=0)])
-    async with scripted_client(scripted, script) as client:
+    async with serving(scripted, script) as client:
         generation = await client.generate(ask())
         await generation.accepted()
         process = client._process

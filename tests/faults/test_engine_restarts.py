@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from backends.client import EngineClient
 from backends.engine_process import EngineProcess
 from common.errors import EngineFailed, ErrorRecord, ModelLoadFailed, ModelNotLoaded
-from common.generation import TextDelta
 from tests.endpoints.running import RunningServer, eventually, running_server
 from tests.faults.leaks import nothing_left_behind
-from tests.scripted import ScriptedEngine, ask
+from tests.scripted import ScriptedEngine, say, up
 from tests.scripted_worker import ModelScript, Play, Script
 
 DIES = Play(when="die", chunks=["a"], crash_after=1)
 PLAYS = [DIES, Play(when="wait", hang_after=0), Play(chunks=["alive"])]
 # What an engine says that finds no memory when it starts.
 NO_MEMORY = ErrorRecord(code="model_load_failed", message="not enough memory for /srv/models/alpha/model.safetensors")
-
-
-@asynccontextmanager
-async def serving(engine: ScriptedEngine, name: str = "alpha") -> AsyncIterator[EngineClient]:
-    client = engine.client(name)
-    await client.prepare()
-    async for _ in client.load():
-        pass
-    try:
-        yield client
-    finally:
-        await client.close()
-
-
-async def say(client: EngineClient, prompt: str = "hi") -> str:
-    generation = await client.generate(ask(prompt))
-    return "".join([event.text async for event in generation if isinstance(event, TextDelta)])
 
 
 @pytest.mark.parametrize("crashes", [3, pytest.param(20, marks=pytest.mark.slow)])
@@ -47,7 +29,7 @@ async def test_an_engine_may_die_any_number_of_times_if_it_was_stable_in_between
     monkeypatch.setattr("backends.client.RESTART_DELAYS", (0.0,))
     monkeypatch.setattr("backends.client.STABLE_SECONDS", 0.0)
     scripted.write(Script(plays=PLAYS))
-    async with nothing_left_behind(), serving(scripted) as client:
+    async with nothing_left_behind(), up(scripted.client()) as client:
         async with nothing_left_behind():  # while it serves
             for _ in range(crashes):
                 waiting, explaining = asyncio.create_task(say(client, "wait")), asyncio.create_task(client.inspect())
@@ -64,7 +46,7 @@ async def test_an_engine_may_die_any_number_of_times_if_it_was_stable_in_between
 async def test_the_crash_of_one_engine_is_nothing_to_another(scripted: ScriptedEngine) -> None:
     slow = Play(when="slow", chunks=["x"] * 10, delay=0.1)
     scripted.write(Script(plays=[slow, *PLAYS]))
-    async with serving(scripted, "alpha") as alpha, serving(scripted, "beta") as beta:
+    async with up(scripted.client("alpha")) as alpha, up(scripted.client("beta")) as beta:
         other = asyncio.create_task(say(beta, "slow"))
         process = beta._process
         with pytest.raises(EngineFailed):
@@ -91,7 +73,7 @@ async def test_whatever_a_restart_fails_with_is_counted_and_told(
     async def fail(*arguments: object) -> EngineProcess:
         raise error
 
-    async with serving(scripted) as client:
+    async with up(scripted.client()) as client:
         client.on_restart = attempts.append
         monkeypatch.setattr(EngineProcess, "start", fail)
         with pytest.raises(EngineFailed):

@@ -14,7 +14,7 @@ import pytest
 
 from common.errors import QueueTimeout
 from common.generation import TextDelta
-from tests.endpoints.running import RunningServer, eventually, running_server
+from tests.endpoints.running import RunningServer, alpha_server, eventually, running_server
 from tests.scripted import ScriptedEngine
 from tests.scripted_worker import Play, Script
 from tests.serving import served
@@ -32,33 +32,23 @@ MEGABYTES = Play(when="MEGABYTES", deltas=[TextDelta("x" * 100_000, [1])] * 100)
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Four requests may wait, two of a key."""
-    engine = ScriptedEngine(tmp_path_factory.mktemp("server"))
-    engine.add_model("alpha")
-    engine.write(Script(plays=PLAYS))
-    with running_server(engine, network={"max_queue": 4, "max_queue_per_key": 2}).running() as running:
-        running.load("alpha")
+    with alpha_server(
+        tmp_path_factory.mktemp("server"), PLAYS, network={"max_queue": 4, "max_queue_per_key": 2}
+    ) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def hurried(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A request may wait for a second."""
-    engine = ScriptedEngine(tmp_path_factory.mktemp("hurried"))
-    engine.add_model("alpha")
-    engine.write(Script(plays=PLAYS))
-    with running_server(engine, network={"queue_timeout": 1}).running() as running:
-        running.load("alpha")
+    with alpha_server(tmp_path_factory.mktemp("hurried"), PLAYS, network={"queue_timeout": 1}) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """As it is set up by default."""
-    engine = ScriptedEngine(tmp_path_factory.mktemp("patient"))
-    engine.add_model("alpha")
-    engine.write(Script(plays=PLAYS))
-    with running_server(engine).running() as running:
-        running.load("alpha")
+    with alpha_server(tmp_path_factory.mktemp("patient"), PLAYS) as running:
         yield running
 
 
@@ -270,11 +260,9 @@ def test_keys_take_turns_on_an_engine_with_one_slot(tiny_llama: Path, tmp_path: 
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Clients have a second for whatever they do."""
-    engine = ScriptedEngine(tmp_path_factory.mktemp("impatient"))
-    engine.add_model("alpha")
-    engine.write(Script(plays=[*PLAYS, MEGABYTES]))
-    with running_server(engine, network={"stream_timeout": 1, "body_timeout": 1}).running() as running:
-        running.load("alpha")
+    with alpha_server(
+        tmp_path_factory.mktemp("impatient"), [*PLAYS, MEGABYTES], network={"stream_timeout": 1, "body_timeout": 1}
+    ) as running:
         yield running
 
 
