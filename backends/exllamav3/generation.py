@@ -490,10 +490,11 @@ def _known_tokens(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def _id_list(ids: Tensor | None) -> list[int]:
+    """Of ids, (1, tokens)."""
     if ids is None:
         return []
-    flat: list[int] = ids.flatten().tolist()
-    return flat
+    (row,) = ids.tolist()
+    return row  # type: ignore[no-any-return]  # torch does not say how deep its lists are
 
 
 def _text(token_ids: list[int], tokens: TokenBytes) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from backends.exllamav3.cache_lookup import Lookup, look_up
+from backends.exllamav3.cache_lookup import Lookup, leading_pages, look_up
 from backends.exllamav3.engine import ENGINE_REQUIREMENT, ENGINE_VERSION, AsyncGenerator, AsyncJob, Job
 from backends.exllamav3.turns import Turn, Turns
 from common.caching import CacheExplanation, TierName
@@ -167,13 +167,17 @@ class CheckpointJob(Job):  # type: ignore[misc]  # the engine has no annotations
         self._keep_anchors()
 
     def prefill(self, results: list[dict[str, Any]], chunk_size: int | None = None) -> None:
+        if self.sequences[0].prefill_complete:  # the engine asks every job in every step
+            return
         before = self._unprocessed
         self._pass(results, chunk_size)
         if chunk_size is not None and self._unprocessed < before:
             self._share(results, chunk_size, before - self._unprocessed)
 
     def _pass(self, results: list[dict[str, Any]], chunk_size: int | None) -> None:
+        copied: int = self.cached_tokens
         super().prefill(results, self._cut(chunk_size))
+        self.placement.ledger.served_tokens["vram"] += self.cached_tokens - copied  # of pages that begin alike
         cache = self.generator.recurrent_cache
         if cache is not None:
             # The engine would ask later in its turn, when another job may be about to write the same page again.
@@ -251,23 +255,28 @@ class CheckpointJob(Job):  # type: ignore[misc]  # the engine has no annotations
 
     def _allocate_first(self) -> None:
         self.turns.started(self)
-        sequence = self.sequences[0]
-        recurrent = self.generator.recurrent_cache is not None
-        found = look_up(self.generator, sequence.sequence_ids.torch(), sequence.new_unique_pages)
+        generator, (sequence,) = self.generator, self.sequences
+        hashes: list[bytes] = sequence.page_hashes[: sequence.max_cached_pages]
+        recurrent = generator.recurrent_cache is not None
         if recurrent:
             self._anchors = self._anchor_keys()
         if self.placement.explain is not None:
+            found = look_up(generator, sequence.sequence_ids.torch(), sequence.new_unique_pages)
             self.explanation = self.placement.explain(found)
+        leading = PAGE_TOKENS * leading_pages(generator, hashes)
         metrics = self.pagetable.metrics
         tier, disk = metrics["alloc_tier_pages"], metrics["alloc_disk_pages"]
         super().allocate_pages()
-        resumed = self.cached_pages * PAGE_TOKENS
-        if not recurrent:  # what is found while the prompt is processed is not known to the engine yet
-            resumed = max(resumed, found.resumed)
+        if recurrent:
+            resumed = self.cached_pages * PAGE_TOKENS
+            matched = max(leading, resumed)
+        else:  # pages past a gap are used as well
+            pages = sequence.allocated_pages[: len(hashes)]
+            matched = resumed = PAGE_TOKENS * sum(page.kv_position == PAGE_TOKENS for page in pages)
         # The engine may have brought back more than it can go on from.
         from_disk = min((metrics["alloc_disk_pages"] - disk) * PAGE_TOKENS, resumed)
         from_tier = min((metrics["alloc_tier_pages"] - tier) * PAGE_TOKENS, resumed)
-        self.found = Lookup(max(found.matched, resumed), resumed, ram=from_tier - from_disk, disk=from_disk)
+        self.found = Lookup(matched, resumed, ram=from_tier - from_disk, disk=from_disk)
         self.placement.ledger.count(self.found)
         if recurrent:
             for position in self.placement.boundaries:

@@ -240,12 +240,11 @@ class JobSampler:
 
         That happens when all of them are: the engine then takes any.
         """
-        index = token.view(-1)
         if mask is not None:
-            self._note(_is_ruled_out(index, mask))
+            self._note(_is_ruled_out(token.view(-1), mask))
         if self._banned is not None:
             self._banned = self._banned.to(token.device)
-            self._note((self._banned == index).any().view(1))
+            self._note((self._banned == token).any().view(1))
 
     def _note(self, stuck: Tensor) -> None:
         self._stuck = stuck if self._stuck is None else self._stuck | stuck
