@@ -106,6 +106,7 @@ async def expect_figures_to_hold(container: ExllamaV3Container, edits: int, **op
         assert asked.processed_tokens == asked.prompt_tokens - asked.resumed_tokens
         assert asked.replayed_tokens == asked.matched_tokens - asked.resumed_tokens
         explanations.append(asked)
+    assert container.ledger.served_tokens.total() == sum(asked.resumed_tokens for asked in explanations)
     return explanations
 
 
