@@ -104,11 +104,11 @@ class KeyStore:
             path: the file.
             terminal: where to show a new key, by default stderr; nothing is shown where that is no terminal.
         """
-        terminal = terminal or sys.stderr
+        terminal = terminal or sys.stderr  # None where it is closed
         if not path.exists():
             api_key = _create(path)
             logger.info("New keys were written to {}", path)
-            if terminal.isatty():
+            if terminal is not None and terminal.isatty():
                 print(f"\n  New keys are in {path.absolute()}\n  API key: {api_key}\n", file=terminal, flush=True)
         elif os.name == "posix" and path.stat().st_mode & stat.S_IROTH:
             logger.warning("{} can be read by every user of this machine; chmod 600 changes that.", path)

@@ -220,7 +220,7 @@ async def _request(transport: httpx.AsyncHTTPTransport, target: _Target, address
 def _redirected(url: httpx.URL, location: str) -> httpx.URL:
     try:
         return url.join(location)
-    except httpx.InvalidURL as error:
+    except (httpx.InvalidURL, UnicodeError) as error:
         raise _Refusal(f"{url.host}: a redirect to no URL: {error}") from error
 
 
@@ -244,7 +244,7 @@ def _parse(text: str) -> tuple[httpx.URL, str]:
         if len(text) > MAX_URL_LENGTH:
             raise _Refusal("the URL is too long")
         url = httpx.URL(text.strip())
-    except httpx.InvalidURL as error:
+    except (httpx.InvalidURL, UnicodeError) as error:
         raise _Refusal(f"no URL: {error}") from error
     host = url.raw_host.decode("ascii").lower().rstrip(".")
     if url.scheme not in ("http", "https"):

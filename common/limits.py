@@ -1,4 +1,5 @@
-"""How much a request may hold of what costs more than its bytes do. Each limit is far beyond what clients send.
+"""How much a request, or a model's folder, may hold of what costs more than its bytes do. Each limit is far beyond what
+is sent or published.
 
 What is bounded by `network.max_body_mb` alone has none here: text is worked on in a time that grows with its length.
 """
@@ -44,6 +45,10 @@ MAX_WORDS: Final = 64  # in lists of names, such as llama.cpp's samplers
 MAX_FILES: Final = 1_000  # around the text to fill in
 MAX_TOKENIZED: Final = 4_000_000  # characters, where tokens are all that is asked for
 MAX_ENCODED: Final = 256  # texts that become tokens one by one, between token ids or as biases
+
+# --- files of a model ---------------------------------------------------------------------------------------------
+
+MAX_CONFIG_BYTES: Final = 16_000_000  # of its configurations in JSON; the largest that are published have a tenth of it
 
 _MAX_SHORT: Final = 1_000  # characters
 ShortText: TypeAlias = Annotated[str, Field(max_length=_MAX_SHORT)]

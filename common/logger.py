@@ -7,11 +7,13 @@ never logged (loguru's `diagnose`): they may be keys and prompts.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from contextvars import ContextVar
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from loguru import logger
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from loguru import Record
 
 LOG_DIRECTORY = Path("logs")
+
+# What moves a terminal's cursor, colours it or reverses its text. Prompts, names and fields of requests can hold it.
+_CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 # The id of the request that is being served. Tasks started while it is set inherit it.
 request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -34,8 +39,8 @@ def setup_logging(settings: LoggingConfig, directory: Path = LOG_DIRECTORY) -> N
         directory: where the log file goes; created if need be. Where that fails, the console says so.
     """
     logger.remove()
-    logger.configure(patcher=_add_request_id, extra={"request_id": ""})
-    if settings.log_console:
+    logger.configure(patcher=partial(_complete, indent=not settings.log_json), extra={"request_id": ""})
+    if settings.log_console and sys.stderr is not None:  # which is closed where nobody wants to read it
         logger.add(
             sys.stderr,
             level=settings.log_level,
@@ -75,9 +80,16 @@ def _add_file(settings: LoggingConfig, directory: Path) -> None:
         logger.warning("No log file: {} cannot be written ({})", directory, error.strerror)
 
 
-def _add_request_id(record: Record) -> None:
+def _complete(record: Record, *, indent: bool) -> None:
+    """Add the request's id, and see to it that nothing in a message passes for a command to a terminal or for a record.
+
+    Args:
+        indent: lines of a message after its first.
+    """
     if identity := request_id.get():
         record["extra"]["request_id"] = identity
+    message = _CONTROL.sub(lambda match: ascii(match[0])[1:-1], record["message"])
+    record["message"] = message.replace("\n", "\n    ") if indent else message
 
 
 def _console_format(record: Record) -> str:

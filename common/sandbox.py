@@ -46,6 +46,7 @@ _MAX_PARTS: Final = 1_000_000  # that a filter is told to make or to fill up
 _MAX_INDENT: Final = 64
 _MAX_DATE_FORMAT: Final = 1_000  # characters
 _MAX_WORDS: Final = 10_000  # of nonsense
+_MAX_STEPS: Final = 5_000_000_000  # of what compares each character of a text with each one of another
 _ITEM: Final = 32  # characters that an item of a list is taken for, beside its own
 _SOME_PIECES: Final = 50
 _LOOK_AFTER: Final = 100_000  # characters
@@ -413,6 +414,11 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if type(argument) is tuple:  # of which each look-up computes the hash anew
+            _budget.get().tick()
+        return super().getitem(obj, argument)
+
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         methods = _METHODS.get(str if isinstance(obj, str) else type(obj))  # escaped text is of another type
         return super().is_safe_attribute(obj, attr, value) if methods is None else attr in methods
@@ -431,6 +437,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # as in jinja2
         budget = _budget.get()
+        budget.tick()
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str) or type(__obj) is BuiltinMethodType:
             # Of a value of Python's own types, got by `getattr()`, so that there is no more to check about it.
@@ -439,7 +446,6 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
             if (check := _BEFORE_METHODS.get(__obj.__name__)) is not None and isinstance(owner, str):
                 args = check(budget, owner, *args, **kwargs) or args
             return budget.made(__obj(*args, **kwargs))
-        budget.tick()
         value = super().call(__context, __obj, *args, **kwargs)
         return value if type(value) is str else budget.made(value)  # macros have been charged for theirs
 
@@ -460,15 +466,44 @@ class _Formatter(SandboxedFormatter):
 
 
 def _before_percent(budget: Budget, format: str, values: object) -> None:
-    widths = "".join(_PERCENT.findall(format))
+    widths = " ".join(_widths(format))
     if "*" in widths:
         raise TemplateLimitExceeded("it formatted text with a width that does not stand in the format")
     budget.expect(len(format) + format.count("%") * (budget.size_of(values) + _widest(widths)))
 
 
+def _widths(format: str) -> Iterator[str]:
+    """Flags, width and precision of each conversion."""
+    position = 0
+    while (position := format.find("%", position) + 1) > 0:
+        if format.startswith("(", position):
+            position = _end_of_key(format, position)
+        if (flags := _FLAGS.match(format, position)) is not None:
+            yield flags[0]
+            position = flags.end() + 1  # behind what it converts to, which is a percent sign in "%%"
+
+
+def _end_of_key(format: str, start: int) -> int:
+    """Where the key of a mapping that is opened there is closed. It may hold parentheses, in pairs."""
+    depth = 0
+    for parenthesis in re.compile("[()]").finditer(format, start):
+        depth += 1 if parenthesis[0] == "(" else -1
+        if depth == 0:
+            return parenthesis.end()
+    return len(format)
+
+
 def _widest(format: str) -> int:
     """The largest number in a format, or one that is too large."""
-    return max((int(digits[:12]) for digits in re.findall(r"\d+", format)), default=0)
+    return max(
+        (int(digits) if len(digits) <= _MAX_DIGITS else MAX_VALUE + 1 for digits in _DIGITS.findall(format)), default=0
+    )
+
+
+def _before_comparing(budget: Budget, text: str, other: object = None, *_: Any, **__: Any) -> None:
+    """What searches from the end, or for one of many characters, has no faster way than the obvious one."""
+    if isinstance(other, str) and len(text) * len(other) > _MAX_STEPS:
+        raise TemplateLimitExceeded(f"it compared texts in more than {_MAX_STEPS:,} steps")
 
 
 def _before_padding(budget: Budget, text: str, width: int, *_: Any) -> None:
@@ -491,6 +526,11 @@ def _before_splitting(budget: Budget, text: str, separator: str | None = None, *
     budget.expect(len(text) + parts * _ITEM)
 
 
+def _before_splitting_backwards(budget: Budget, text: str, sep: str | None = None, *_: Any, **__: Any) -> None:
+    _before_comparing(budget, text, sep)
+    _before_splitting(budget, text, sep)
+
+
 def _before_lines(budget: Budget, text: str, keepends: bool = False) -> None:
     _before_splitting(budget, text, "\n" if text.isascii() else None)
 
@@ -502,19 +542,26 @@ def _before_joining(budget: Budget, separator: str, values: Iterable[Any], /) ->
     return (items,)
 
 
-# Flags, width and precision of a conversion.
-_PERCENT: Final = re.compile(r"%(?:\([^)]*\))?([-#0 +.*\d]*)")
+_DIGITS: Final = re.compile(r"\d+")
+_MAX_DIGITS: Final = 12
+_FLAGS: Final = re.compile(r"[-#0 +.*\d]*")
 # Of text, by name; some give other arguments.
 _BEFORE_METHODS: Final[dict[str, Callable[..., tuple[Any, ...] | None]]] = {
     "center": _before_padding,
     "expandtabs": _before_expanding,
     "join": _before_joining,
     "ljust": _before_padding,
+    "lstrip": _before_comparing,
     "replace": _before_replacing,
+    "rfind": _before_comparing,
+    "rindex": _before_comparing,
     "rjust": _before_padding,
-    "rsplit": _before_splitting,
+    "rpartition": _before_comparing,
+    "rsplit": _before_splitting_backwards,
+    "rstrip": _before_comparing,
     "split": _before_splitting,
     "splitlines": _before_lines,
+    "strip": _before_comparing,
     "zfill": _before_padding,
 }
 
@@ -548,6 +595,8 @@ def _before_filter(name: str, budget: Budget, value: Any, args: tuple[Any, ...],
             old = args[0] if args else kwargs.get("old", "")
             new = args[1] if len(args) > 1 else kwargs.get("new", "")
             _before_replacing(budget, str(value), str(old), str(new))
+        case "trim":
+            _before_comparing(budget, str(value), *args, *kwargs.values())
         case "round":
             if largest > _MAX_INDENT:
                 raise TemplateLimitExceeded(f"it rounded to more than {_MAX_INDENT} digits")
@@ -583,7 +632,8 @@ _COMPARING: Final = frozenset(
     | {"lt", "ne", "upper"}
 )
 _CHECKED: Final = frozenset(
-    {"batch", "center", "format", "indent", "list", "replace", "round", "slice", "sort", "title", "unique", "wordcount"}
+    {"batch", "center", "format", "indent", "list", "replace", "round", "slice", "sort", "title", "trim", "unique"}
+    | {"wordcount"}
 )
 
 
@@ -602,12 +652,22 @@ def _sum(environment: Environment, iterable: Iterable[Any], attribute: str | int
     return reduce(budget.add, iterable, start)
 
 
+def _dict(items: Mapping[Any, Any] | Iterable[Any] = (), /, **members: Any) -> dict[Any, Any]:
+    """One by one, as keys that are made to have the same hash take ever longer."""
+    budget, made = _budget.get(), dict[Any, Any]()
+    for key, value in items.items() if isinstance(items, Mapping) else items:
+        budget.tick()
+        made[key] = value
+    made.update(members)
+    return made
+
+
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
 def _lipsum(n: int = 5, html: bool = True, min: int = 20, max: int = 100) -> str:
-    if n * max > _MAX_WORDS:
+    if n > _MAX_WORDS or n * max > _MAX_WORDS:
         raise TemplateLimitExceeded(f"it asked for more than {_MAX_WORDS:,} words")
     return generate_lorem_ipsum(n, html, min, max)
 
@@ -648,6 +708,7 @@ def _environment() -> _BoundedEnvironment:
     }
     environment.tests = {name: _bounded_test(check) if name in _COMPARING else check for name, check in TESTS.items()}
     environment.globals |= {
+        "dict": _dict,
         "lipsum": _lipsum,
         "namespace": _Namespace,
         "raise_exception": _raise_exception,

@@ -18,6 +18,7 @@ from common import conversations
 from common.conversations import Message, Tool
 from common.errors import InvalidRequest
 from common.generation import TextSpan
+from common.limits import MAX_CONFIG_BYTES
 from common.names import is_plain_name
 from common.parsing.formats.base import ToolFormat
 from common.parsing.formats.registry import default_format
@@ -471,7 +472,7 @@ def _read_source(path: Path) -> str | None:
         return None
     try:
         if path.stat().st_size > MAX_SOURCE * 4:  # what UTF-8 needs at most
-            logger.warning("The chat template {} is skipped: it is too large", path.name)
+            logger.warning("The chat template {} is skipped: it is larger than {:,} bytes", path.name, MAX_SOURCE * 4)
             return None
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -513,6 +514,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError(f"it is larger than {MAX_CONFIG_BYTES // 1_000_000} MB")
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         logger.warning("{} is skipped: {}", path.name, error)

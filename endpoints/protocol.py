@@ -97,6 +97,9 @@ class HttpProtocol(H11Protocol):
         if timer is not None:
             timer.cancel()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing to warn of: an upgrade is an offer, as some clients make with each request (h2c), and never taken."""
+
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             hint = HTTPStatus(getattr(sys.exc_info()[1], "error_status_hint", HTTPStatus.BAD_REQUEST))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,8 +26,10 @@ class MakeOnce(Protocol):
 # Before torch is imported, and for every process that a test starts: threads of several engines that spin beside each
 # other on two cores cost far more than a second thread gains on tiny models.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# The same examples in every run, so that a change fails for what it does; `scripts/test --all` looks for new ones.
-settings.register_profile("repeatable", derandomize=True)
+# The same examples in every run, so that a change fails for what it does; `scripts/test --all` looks for new ones,
+# twice as many. How long one takes says nothing where other work is done.
+settings.register_profile("repeatable", derandomize=True, max_examples=50, deadline=None)
+settings.register_profile("new", deadline=None)
 settings.load_profile("repeatable")
 
 
@@ -51,6 +54,18 @@ def log_lines() -> Iterator[list[str]]:
     sink = logger.add(lambda message: lines.append(str(message).rstrip("\n")), format="{message}", level="INFO")
     yield lines
     logger.remove(sink)
+
+
+@pytest.fixture
+def logging_put_back() -> Iterator[None]:
+    """For a test that sets up logging: its console is gone after it, and whoever logged then would be told so."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    logger.remove()
+    logger.configure(handlers=[], patcher=None, extra={})
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture

@@ -6,44 +6,49 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from common.errors import InvalidRequest
+from common.limits import MAX_CONFIG_BYTES
 
+CONFIG = "config.json"
 WEIGHTS = "*.safetensors"
 INDEX = "model.safetensors.index.json"
 # The first bytes of a safetensors file, little-endian: how long its header is, which is JSON.
 LENGTH = struct.Struct("<Q")
 # Of a header; the format's own limit.
 MOST_HEADER_BYTES = 100_000_000
+# Where configurations keep what they say of the language model; the empty one is their top.
+_OF_TEXT: Final = ("", "text_config", "llm_config")
 
 
 def check_files(directory: Path) -> None:
     """Look into the files that are there, without reading a weight.
 
     Raises:
-        InvalidRequest: one is cut off or damaged. Says which.
+        InvalidRequest: one is cut off or damaged, or says what cannot be true. Says which.
     """
-    read_object(directory / "config.json")
+    _check_kinds(directory)
+    config = read_object(directory / CONFIG)
     for name in ("generation_config.json", "tokenizer_config.json", INDEX):
         if (directory / name).exists():
-            read_object(directory / name)
-    for path in sorted(directory.glob(WEIGHTS)):
-        _check_weights(path)
+            read_object(directory / name, MOST_HEADER_BYTES if name == INDEX else MAX_CONFIG_BYTES)
+    tensors = [name for path in sorted(directory.glob(WEIGHTS)) for name in _check_weights(path)]
+    if not _missing_weights(directory):
+        _check_layers(directory / CONFIG, config, tensors)
 
 
 def check_complete(directory: Path) -> None:
     """Raise InvalidRequest where a download has not brought all files with weights."""
-    missing = sorted(name for name in _named_weights(directory) if not (directory / name).is_file())
-    if not missing and not any(directory.glob(WEIGHTS)):
-        missing = [WEIGHTS]
-    if missing:
+    if missing := _missing_weights(directory):
         raise InvalidRequest(f"{directory.name} is incomplete: {', '.join(missing)} missing. Download it again.")
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises `InvalidRequest` for anything else."""
+def read_object(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """The JSON object in a file of at most `limit` bytes. Raises `InvalidRequest` for anything else."""
     try:
+        if path.stat().st_size > limit:
+            raise _damaged(path, f"is larger than {limit // 1_000_000} MB")
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise _damaged(path, f"cannot be read ({error.strerror})") from error
@@ -58,12 +63,26 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def _check_kinds(directory: Path) -> None:
+    try:
+        for path in sorted(directory.iterdir()):
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise _damaged(path, "is neither a file nor a folder")  # to open a pipe could take for ever
+    except OSError as error:
+        raise InvalidRequest(f"The folder {directory.name} cannot be read: {error.strerror}.") from error
+
+
+def _missing_weights(directory: Path) -> list[str]:
+    missing = sorted(name for name in _named_weights(directory) if not (directory / name).is_file())
+    return missing or ([] if any(directory.glob(WEIGHTS)) else [WEIGHTS])
+
+
 def _named_weights(directory: Path) -> Iterator[str]:
     """Files that the index says the weights are in."""
     path = directory / INDEX
     if not path.is_file():
         return
-    weight_map = read_object(path).get("weight_map", {})
+    weight_map = read_object(path, MOST_HEADER_BYTES).get("weight_map", {})
     if not isinstance(weight_map, dict):
         raise _damaged(path, "holds no object weight_map")
     for name in set(weight_map.values()):
@@ -72,7 +91,22 @@ def _named_weights(directory: Path) -> Iterator[str]:
         yield name
 
 
-def _check_weights(path: Path) -> None:
+def _check_layers(path: Path, config: dict[str, Any], tensors: list[str]) -> None:
+    """Refuse more layers than there are weights for: the engine builds all of them before it misses any.
+
+    Each layer has tensors with its number in their names, as "model.layers.7.mlp.up_proj.weight".
+    """
+    numbers = {part for name in tensors for part in name.split(".") if part.isdecimal()}
+    for place in _OF_TEXT:
+        part = config.get(place) if place else config
+        layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        if isinstance(layers, int) and layers > len(numbers):
+            field = f"{place}.num_hidden_layers".lstrip(".")
+            raise _damaged(path, f"says {field} {layers}, but there are weights for {len(numbers)} at most")
+
+
+def _check_weights(path: Path) -> list[str]:
+    """The names of the tensors in a file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -87,9 +121,11 @@ def _check_weights(path: Path) -> None:
     if not isinstance(header, dict):
         raise _damaged(path, "is damaged: its header holds no object")
     room = size - LENGTH.size - length
+    header.pop("__metadata__", None)
     for name, tensor in header.items():
-        if name != "__metadata__" and not _fits(tensor, room):
+        if not _fits(tensor, room):
             raise _damaged(path, f"is cut off or damaged: the tensor {name} lies outside of it")
+    return list(header)
 
 
 def _fits(tensor: Any, room: int) -> bool:

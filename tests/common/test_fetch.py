@@ -263,6 +263,7 @@ async def test_every_spelling_of_a_forbidden_address(url: str, never_connects: l
         ("http://pictures.test\\@public.test/", "user's name"),
         ("ftp://public.test/", "scheme ftp"),
         ("http:///x", "no name of a host"),
+        ("http://a.test/\ud800", "no URL"),
         ("http:public.test", "no name of a host"),
         ("http://public.test/" + "x" * 9000, "too long"),
         ("http://public.test/\r\nX: y", "no URL"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import zlib
 from urllib.parse import quote_from_bytes
 
 import pytest
@@ -123,3 +124,35 @@ def test_of_an_animation_the_first_frame_is_decoded(format: str, monkeypatch: py
     monkeypatch.setattr(Image.Image, "seek", lambda self, frame: decoded.append(frame))
     assert decode_image(buffer.getvalue(), "url").convert("RGB").getpixel((0, 0)) == (0, 0, 0)
     assert decoded == []
+
+
+def parts(format: str, part: bytes, times: int) -> bytes:
+    """A small picture with something harmless that many times in front of its pixels."""
+    buffer = io.BytesIO()
+    Image.new("P", (2, 2)).convert("L" if format == "JPEG" else "P").save(buffer, format)
+    data = buffer.getvalue()
+    place = {"PNG": data.find(b"IDAT") - 4, "JPEG": 2, "GIF": 13 + 3 * 2 ** ((data[10] & 7) + 1)}[format]
+    return data[:place] + part * times + data[place:]
+
+
+@pytest.mark.parametrize(
+    ("format", "part"),
+    [
+        ("PNG", b"\0\0\0\0tEXt" + zlib.crc32(b"tEXt").to_bytes(4, "big")),
+        ("JPEG", b"\xff\xfe\0\x02"),
+        ("JPEG", b"\xff"),
+        ("GIF", b"\x21\x01\x01x\0"),
+    ],
+)
+def test_a_picture_of_ever_so_many_parts_is_given_up(format: str, part: bytes) -> None:
+    """The decoders go through them one by one, in Python."""
+    assert decode_image(parts(format, part, 500), "image").size == (2, 2)
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        decode_image(parts(format, part, 100_000), "image")
+
+
+def test_half_a_surrogate_pair_in_a_data_url() -> None:
+    with pytest.raises(InvalidRequest, match="not valid base64"):
+        read_image("data:image/png;base64,\ud800", "image")
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        read_image("data:,\ud800", "image")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,7 @@ from loguru import logger
 from common.config_models import LoggingConfig
 from common.logger import request_id, setup_logging
 
-
-@pytest.fixture(autouse=True)
-def put_logging_back() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    logger.remove()
-    logger.configure(handlers=[], patcher=None, extra={})
-    root.handlers[:] = handlers
-    root.setLevel(level)
+pytestmark = pytest.mark.usefixtures("logging_put_back")
 
 
 def file_text(directory: Path) -> str:
@@ -161,3 +151,25 @@ def test_file_is_rotated_and_kept_for_a_week(tmp_path: Path, monkeypatch: pytest
     setup_logging(LoggingConfig(log_console=False), tmp_path)
     (options,) = added
     assert (options["rotation"], options["retention"], options["compression"]) == ("20 MB", "1 week", "zip")
+
+
+HOSTILE = "a\x1b[31m\x9b2J\r\x08\x7f\u202eb\u2028\n12:00:00 ERROR   forged\tc"
+
+
+def test_what_requests_hold_is_no_command_to_a_terminal_and_no_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging(LoggingConfig(), tmp_path)
+    logger.info("said {}", HOSTILE)
+    logging.getLogger("other").warning(HOSTILE)
+    for shown in (capsys.readouterr().err, file_text(tmp_path)):
+        # A colour code of loguru's own would stand before the message.
+        assert shown.count(r"a\x1b[31m\x9b2J\r\x08\x7f\u202eb\u2028") == 2
+        assert shown.count("\n    12:00:00 ERROR   forged\tc") == 2
+        assert not any(control in shown for control in "\x1b\x9b\r\x08\x7f\u202e\u2028")
+
+
+def test_json_lines_keep_the_lines_of_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(LoggingConfig(log_json=True, log_file=False))
+    logger.info("{}", "a\n\x1bb")
+    assert json.loads(capsys.readouterr().err)["record"]["message"] == "a\n\\x1bb"

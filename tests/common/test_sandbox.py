@@ -52,6 +52,13 @@ ENDLESS = {
     "searches": "{% set x = 'a' * 9999999 %}{% for i in range(99999) %}{% if 'ab' in x %}{% endif %}{% endfor %}",
     "searches without a loop": "{% set x = 'a' * 30000000 %}" + "{% if 'ab' in x %}{% endif %}" * 500,
     "lazy lists": "{{ range(99999) | map('string') | map('list') | sum(start=[]) | length }}",
+    "methods without a loop": "{% set x = '1' * 9999999 %}{% set y = [" + "x.isdigit(), " * 999 + "] %}",
+    "keys without a loop":
+    doubled("{% set ns.x = (ns.x, ns.x) if i < 17 else ns.x %}", "()", "{% set d = {ns.x: 1} %}")
+    + "{% set y = [" + "d[ns.x], " * 999 + "] %}",
+    # Multiples of it have the same hash, so that each key is compared with all before it.
+    "keys of one hash":
+    "{{ dict(range(0, (2 ** 61 - 1) * 99999, 2 ** 61 - 1) | batch(2) | list) | length }}",
     "comparisons": "{% set x = range(99999) | list %}" + "{% if x | reject('in', x) | list %}{% endif %}" * 999,
 }
 
@@ -76,8 +83,12 @@ HUGE = {
     "percent": "{{ '%999999999d' % 1 }}",
     "percent with a width": "{{ '%*d' % (999999999, 1) }}",
     "percent often": "{{ ('%(a)s' * 99999) % {'a': 'a' * 9999999} }}",
+    "percent with a key in parentheses": "{{ '%((a)b)999999999d' % {'(a)b': 1} }}",
+    "percent after two": "{{ '%%%999999999d' % 1 }}",
+    "percent with zeros": "{{ '%000000000000000999999999d' % 1 }}",
     "format filter": "{{ '%0999999999d' | format(1) }}",
     "format": "{{ '{:>999999999}'.format(1) }}",
+    "format with zeros": "{{ '{:000000000000000999999999}'.format(1) }}",
     "format with a width": "{{ '{:>{w}}'.format(1, w=999999999) }}",
     "format often": "{{ ('{0}' * 99999).format('a' * 9999999) }}",
     "format_map": "{{ '{a:999999999}'.format_map({'a': 1}) }}",
@@ -102,6 +113,7 @@ HUGE = {
     "tojson indent": "{{ [[[[1]]]] | tojson(indent=999999999) }}",
     "tojson separators": "{{ range(9999) | list | tojson(separators=('a' * 9999999, ':')) }}",
     "lipsum": "{{ lipsum(999999999) }}",
+    "lipsum of empty ones": "{{ lipsum(999999999, min=-5, max=-1) }}",
     "strftime_now": "{{ strftime_now('%A' * 99999) }}",
     "output": "{% for a in range(99999) %}" + "a" * 9999 + "{% endfor %}",
     "output into a variable": "{% set x %}{% for a in range(99999) %}{{ messages }}" + "a" * 9999
@@ -126,6 +138,29 @@ def test_what_runs_for_ever_is_stopped(source: str) -> None:
 def test_what_grows_without_bounds_is_stopped(source: str) -> None:
     with pytest.raises(TemplateLimitExceeded):
         rendered(source)
+
+
+SLOW = (
+    "{{ TEXT.rfind(NEEDLE) }}",
+    "{{ TEXT.rindex(NEEDLE) }}",
+    "{{ TEXT.rpartition(NEEDLE) }}",
+    "{{ TEXT.rsplit(NEEDLE, 1) }}",
+    "{{ TEXT.rsplit(sep=NEEDLE) }}",
+    "{{ (TEXT | safe).rsplit(NEEDLE) }}",
+    "{{ TEXT.strip(NEEDLE) }}",
+    "{{ TEXT.lstrip(NEEDLE) }}",
+    "{{ TEXT['rstrip'](NEEDLE) }}",
+    "{{ TEXT | trim(NEEDLE) }}",
+    "{{ TEXT | trim(chars=NEEDLE) }}",
+    "{{ [TEXT] | map('trim', NEEDLE) | list }}",
+)
+
+
+@pytest.mark.parametrize("source", SLOW)
+def test_texts_that_take_minutes_to_be_compared_are_not(source: str) -> None:
+    """Python would do it in one go, which nothing can stop, and no other thread would run meanwhile."""
+    with pytest.raises(TemplateLimitExceeded, match="compared texts"):
+        rendered(source, TEXT="a" * 1_000_000, NEEDLE="ab" + "a" * 10_000)
 
 
 # As published for jinja2 and for the servers that have rendered templates of models.
@@ -195,6 +230,12 @@ def test_messages_stay_as_they_are() -> None:
         ("{{ '{0} {b:>3}|{c[0]}'.format(1, b=2, c='xy') }}", "1   2|x"),
         ("{{ '{a}'.format_map({'a': 1}) }}", "1"),
         ("{{ 'a' + 'b' + messages[0].content + ('c' ~ 1) }}", "abhic1"),
+        ("{{ '%%%(a(b))2d%%9999999999' % {'a(b)': 1} }} {{ '%5.1f' % 2 }} {{ '{:03}'.format(7) }}",
+         "% 1%9999999999   2.0 007"),
+        ("{{ dict(messages[0], a=1).a }}{{ dict([('b', 2)]).b }}{{ dict() }}{{ dict(c=3, **{'d': 4}) }}",
+         "12{}{'c': 3, 'd': 4}"),
+        ("{{ ' a.b ' | trim }}{{ '--a-' | trim('-') }}{{ 'a.b.c'.rsplit('.', 1) }}{{ 'xax'.strip('x') }}"
+         "{{ 'a</t>b</t>c'.rpartition('</t>')[2] }}{{ ' a '.rstrip() }}", "a.ba['a.b', 'c']ac a"),
         ("{{ 1 + 2 + 3 }} {{ [1] + [2] + [3] }} {{ 7 % 4 }} {{ 2 * 3 ** 2 }}", "6 [1, 2, 3] 3 18"),
         ("{{ ('<' | e) + '<' }} {{ '<b>' | safe }}", "&lt;&lt; <b>"),
         ("{{ 'a, b'.split(', ') | join('-') }} {{ ' '.join(['x', 'y']) }} {{ ['a', 1, none] | join }}",

@@ -10,6 +10,7 @@ import pytest
 
 from common.conversations import Message, Tool, with_parts
 from common.errors import InvalidRequest
+from common.limits import MAX_CONFIG_BYTES
 from common.parsing.formats.registry import format_named
 from common.templating import TEMPLATE_DIR, ChatTemplate, TemplateTraits, find_template, list_templates
 
@@ -538,6 +539,15 @@ def test_the_bos_of_a_message_is_not_the_templates() -> None:
 
 
 # --- the model's tokenizer ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config", "chat_template"])
+def test_a_configuration_that_is_too_large_is_skipped(tmp_path: Path, name: str) -> None:
+    write(tmp_path, **{name: {"chat_template": "from it"}})
+    path = tmp_path / f"{name}.json"
+    assert find_template(tmp_path, template_dir=tmp_path) is not None
+    path.write_text(path.read_text(encoding="utf-8").ljust(MAX_CONFIG_BYTES + 1), encoding="utf-8")
+    assert find_template(tmp_path, template_dir=tmp_path) is None
 
 
 def write_tokenizer(directory: Path, **config: object) -> None:

@@ -101,6 +101,7 @@ def test_the_log_says_https_and_the_certificate_is_watched(
     asyncio.run(scenario())
 
 
+@pytest.mark.usefixtures("logging_put_back")
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from backends.exllamav3.model_files import INDEX, check_complete, check_files, read_object
 from common.errors import InvalidRequest
+from common.limits import MAX_CONFIG_BYTES
 
 WEIGHTS = "model.safetensors"
 TENSOR: dict[str, Any] = {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}
@@ -133,3 +135,76 @@ def test_no_weights_at_all(folder: Path) -> None:
     (folder / INDEX).unlink()
     with pytest.raises(InvalidRequest, match=r"m is incomplete: \*\.safetensors missing"):
         check_complete(folder)
+
+
+# --- what costs more than it should -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_configuration_that_is_too_large(folder: Path, name: str) -> None:
+    text = json.dumps({"a": ""})
+    (folder / name).write_text(text.ljust(MAX_CONFIG_BYTES), encoding="utf-8")
+    check_files(folder)
+    (folder / name).write_text(text.ljust(MAX_CONFIG_BYTES + 1), encoding="utf-8")
+    with pytest.raises(InvalidRequest, match=f"{name} of m is larger than 16 MB"):
+        check_files(folder)
+
+
+def test_an_index_may_be_larger(folder: Path) -> None:
+    with (folder / INDEX).open("a", encoding="utf-8") as file:
+        file.write(" " * MAX_CONFIG_BYTES)
+    check_files(folder)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs named pipes")
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "x.safetensors"])
+def test_a_pipe_is_not_waited_for(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(InvalidRequest, match=f"{name} of m is neither a file nor a folder"):
+        check_files(folder)
+
+
+def test_links_and_folders_beside_the_files(folder: Path) -> None:
+    (folder / "figures").mkdir()
+    try:
+        (folder / "a-link").symlink_to(folder / "config.json")
+        (folder / "a-broken-one").symlink_to(folder / "nothing")
+    except OSError:
+        pytest.skip("links cannot be made here")
+    check_files(folder)
+
+
+@pytest.mark.parametrize("place", ["", "text_config", "llm_config"])
+def test_more_layers_than_there_are_weights_for(folder: Path, place: str) -> None:
+    """The engine would build them all, and fail when the memory is full."""
+
+    def say(layers: object) -> None:
+        said = {"num_hidden_layers": layers}
+        (folder / "config.json").write_text(json.dumps({place: said} if place else said), encoding="utf-8")
+
+    names = ("model.embed_tokens.weight", "model.layers.0.mlp.weight", "model.layers.1.mlp.weight", "x.999999999.y")
+    (folder / WEIGHTS).write_bytes(weights(dict.fromkeys(names, TENSOR)))
+    for layers in (0, 3, "many", None):  # what is no number is left to the engine
+        say(layers)
+        check_files(folder)
+    say(4)
+    with pytest.raises(InvalidRequest, match=rf"config\.json of m says {place}\.?num_hidden_layers 4, but .* for 3"):
+        check_files(folder)
+    say(10**30)
+    with pytest.raises(InvalidRequest, match="num_hidden_layers"):
+        check_files(folder)
+
+
+def test_what_is_incomplete_is_not_said_to_have_too_few_layers(folder: Path) -> None:
+    (folder / "config.json").write_text('{"num_hidden_layers": 2}', encoding="utf-8")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": WEIGHTS, "b": "model-2.safetensors"}}))
+    check_files(folder)
+    with pytest.raises(InvalidRequest, match="incomplete"):
+        check_complete(folder)
+
+
+def test_other_parts_of_a_model_may_have_more_layers(folder: Path) -> None:
+    """The weights of what sees pictures are often left out."""
+    (folder / "config.json").write_text('{"vision_config": {"num_hidden_layers": 27}}', encoding="utf-8")
+    check_files(folder)
