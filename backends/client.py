@@ -197,6 +197,11 @@ class EngineClient:
         if self.state == "new":
             self.state = "prepared"
 
+    async def check_prepared(self) -> None:
+        """Raise `ModelLoadFailed` where the process has ended since `prepare()`."""
+        if self._process is None:
+            await self._load_event()  # which says why
+
     async def load(self) -> AsyncIterator[LoadProgress]:
         """Load the prepared model, yielding progress. Errors as for `prepare()`."""
         async with self._loading():

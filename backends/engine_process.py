@@ -24,8 +24,10 @@ READ_BYTES = 1 << 16
 KILLED = -9
 # How long a process may go on that has closed its pipe.
 LINGER_SECONDS = 10.0
-# How long its last words are waited for after its end: what it has started may keep its stderr open for ever.
+# How long its last words are waited for after its end: what it has started may keep its pipes open for ever.
 LAST_WORDS_SECONDS = 1.0
+# How long a process that was killed is waited for: one that hangs in a driver does not end.
+KILL_SECONDS = 30.0
 # Waits into which the time is cut for which a process may say nothing.
 WATCHDOG_WAITS = 20
 
@@ -37,7 +39,7 @@ class _Protocol(SubprocessStreamProtocol):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(limit=READ_BYTES, loop=loop)
-        self.exited = asyncio.Event()
+        self.exited = asyncio.Event()  # or given up
 
     def process_exited(self) -> None:
         super().process_exited()
@@ -48,7 +50,7 @@ class EngineProcess:
     """A process from its start to its end; `ended` is done when nothing more can come from it.
 
     Attributes:
-        ended: reads what the process says until it ends, and then gives its exit code.
+        ended: reads what the process says until it ends.
         heard_at: when the last message came, in seconds of the loop's clock.
     """
 
@@ -133,6 +135,7 @@ class EngineProcess:
         self._fault = self._fault or fault
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
+        asyncio.get_running_loop().call_later(KILL_SECONDS, self._exited.set)
 
     def failure(self) -> EngineFailed:
         """Why the process has ended, which nobody had asked it to."""
@@ -169,20 +172,34 @@ class EngineProcess:
         logger.error("{}", fault.message)
         self.kill(fault)
 
-    async def _follow(self) -> int:
-        printed = asyncio.create_task(self._read_printed())
+    async def _follow(self) -> None:
+        reading = {asyncio.create_task(self._read_messages()), asyncio.create_task(self._read_printed())}
+        # Not for the end of its pipes.
+        await self._exited.wait()
+        if self.returncode is None:
+            logger.critical("The engine process of {} was killed and does not end; it is given up", self._name)
+        await asyncio.wait(reading, timeout=LAST_WORDS_SECONDS)
+        for task in reading:
+            task.cancel()
+        assert self._process.stdin is not None
+        if (stdin := self._process.stdin.transport).get_write_buffer_size():
+            stdin.abort()  # which is not closed else before all is written
+        self._transport.close()
+
+    async def _read_messages(self) -> None:
+        """Hand on what the process says. One that cannot be understood, or says that nothing more comes, is ended."""
         try:
-            await self._read_messages()
+            await self._hand_on_messages()
         except Exception:
             logger.exception("The engine process of {} sent what cannot be read; it is ended", self._name)
             self.kill(EngineFailed(f"The engine process of {self._name} sent what cannot be read, and was ended."))
-        code = await self._exit_code()
-        await asyncio.wait({printed}, timeout=LAST_WORDS_SECONDS)
-        printed.cancel()
-        self._transport.close()
-        return code
+            return
+        try:
+            await asyncio.wait_for(self._exited.wait(), LINGER_SECONDS)
+        except TimeoutError:
+            self.kill(EngineFailed(f"The engine process of {self._name} closed its pipe, and was ended."))
 
-    async def _read_messages(self) -> None:
+    async def _hand_on_messages(self) -> None:
         stdout = self._process.stdout
         assert stdout is not None
         loop = asyncio.get_running_loop()
@@ -192,16 +209,6 @@ class EngineProcess:
             read += part
             for body in messages.take_frames(read):
                 self._receive(messages.from_engine_decoder.decode(body))
-
-    async def _exit_code(self) -> int:
-        try:
-            await asyncio.wait_for(self._exited.wait(), LINGER_SECONDS)
-        except TimeoutError:
-            self.kill(EngineFailed(f"The engine process of {self._name} closed its pipe, and was ended."))
-            await self._exited.wait()
-        code = self.returncode
-        assert code is not None
-        return code
 
     async def _read_printed(self) -> None:
         stderr = self._process.stderr

@@ -189,6 +189,7 @@ class ModelManager:
                     self._replacing = True
                     if not skip_queue:
                         await old.drained()
+                    await new.check_prepared()
                     await self._close_current()
                 await self._bring_up(new, report)
             except Exception as error:

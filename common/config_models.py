@@ -242,13 +242,13 @@ class NetworkConfig(Section):
     """Seconds that a request may take to send its headers, and that may pass between two pieces of its body, before it
     is given up. 0: no limit."""
 
-    max_queue: NotNegative = 256
-    """Requests that may wait for the model at once. Further ones are refused with 503 until others have begun. 0: no
-    limit."""
+    max_queue: NotNegative = 512
+    """Requests that may wait at once for their answer to begin; each takes about four times the memory of its prompt.
+    Further ones are refused with 503 until others have begun. 0: no limit."""
 
-    max_queue_per_key: NotNegative = 64
-    """As max_queue, for each API key; further requests with that key are refused with 429. The keys take turns in the
-    queue. 0: no limit."""
+    max_queue_per_key: NotNegative = 256
+    """As max_queue, for each API key; further requests with that key are refused with 429. Keep it below max_queue, so
+    that a key that fills its queue leaves room for others. The keys take turns. 0: no limit."""
 
     queue_timeout: NotNegative = 600
     """Seconds that a request may wait in the queue before it is given up with 503. 0: no limit."""

@@ -19,8 +19,10 @@ from common.errors import AuthenticationFailed, InvalidRequest, ServerError
 from common.json_body import SMALL_BODY, read_json
 from endpoints.admission import Place
 from endpoints.errors import ErrorBody, core_error, error_response, openai_error, to_server_error
+from endpoints.prompt_thread import prompt_owner
 from endpoints.request_log import record_request
 from endpoints.state import state_of
+from endpoints.streaming import unless_disconnected
 
 Level: TypeAlias = Literal["none", "api", "admin"]
 Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -70,6 +72,7 @@ class ApiRoute(APIRoute):
             try:
                 if (caller := authorise(request, level)) is not None:
                     request.state.permission, request.state.owner = caller
+                    prompt_owner.set(caller.owner)
                     state_of(request).refuse_when_stopping()
                     await request.body()  # here, where what goes wrong with it is told as it is
                     await record_request(request, state_of(request).settings.logging)
@@ -95,12 +98,19 @@ class ApiRoute(APIRoute):
         return await handle(request)
 
 
-class QueuedRoute(ApiRoute):
+class WatchedRoute(ApiRoute):
+    """A route whose work is given up when its client goes away. What a stream does is up to the stream."""
+
+    async def serve(self, request: Request, handle: Handler) -> Response:
+        return await unless_disconnected(request, handle(request))
+
+
+class QueuedRoute(WatchedRoute):
     """A route whose requests wait for the model. Each has a place in the queue until its response is sent."""
 
     async def serve(self, request: Request, handle: Handler) -> Response:
         place = request.state.place = state_of(request).queue.enter(request.state.owner)
-        return await place.hold(handle(request))
+        return await place.hold(super().serve(request, handle))
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -113,6 +123,10 @@ class QueuedRoute(ApiRoute):
 
 class CoreRoute(ApiRoute):
     render_error = staticmethod(core_error)
+
+
+class CoreWatchedRoute(WatchedRoute, CoreRoute):
+    pass
 
 
 class OpenAIRoute(ApiRoute):

@@ -24,6 +24,7 @@ from common.auth import KeyStore
 from common.certificate import ServerCertificate
 from common.config_models import Settings
 from common.errors import RequestCancelled, ServerError, SettingsError
+from common.open_files import allow_many_open_files
 from common.sampling import SamplerPresets
 from common.version import VERSION
 from endpoints.browsers import BrowserGuardMiddleware, CorsMiddleware
@@ -232,6 +233,8 @@ class Server(uvicorn.Server):
         logger.warning("Shutting down at once")
         await self._manager.close(force=True)
         self._cut_connections()
+        if tasks := set(self.server_state.tasks):
+            await asyncio.wait(tasks, timeout=LAST_WORDS_SECONDS)
         await self.lifespan.shutdown()
 
     def _cut_connections(self) -> None:
@@ -250,6 +253,7 @@ async def serve(app: FastAPI, settings: Settings, manager: ModelManager) -> None
     Raises:
         SettingsError: the address cannot be bound, or the certificate cannot be used.
     """
+    allow_many_open_files()
     server = Server(app, settings, manager)
     host, scheme = settings.network.host, "http" if server.certificate is None else "https"
     logger.info("Listening on {}://{}:{}", scheme, f"[{host}]" if ":" in host else host, server.port)

@@ -15,7 +15,7 @@ from collections.abc import (
 )
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 
 from loguru import logger
 from sse_starlette import EventSourceResponse
@@ -31,6 +31,9 @@ from endpoints.answer_record import CANCELLED, AnswerRecord
 from endpoints.errors import RenderError, dump_json, to_server_error
 
 T = TypeVar("T")
+
+# In the OpenAPI document, beside the JSON of a route that may stream.
+STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 class Queued(NamedTuple):

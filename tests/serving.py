@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 import subprocess
 import sys
 import threading
@@ -11,13 +12,33 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 ROOT = Path(__file__).parents[1]
 MAIN = (sys.executable, str(ROOT / "main.py"))
 API_KEY, ADMIN_KEY = "test-api-key", "test-admin-key"
 START_SECONDS = 120
+# For all clients: each would read the authorities' certificates anew, which takes longer than most requests.
+TRUSTED = ssl.create_default_context()
+
+
+def openai_client(base_url: str, key: str) -> OpenAI:
+    """The official client, strict about what it reads."""
+    from openai import DefaultHttpxClient, OpenAI  # takes a second, which most tests need not spend
+
+    return OpenAI(
+        base_url=f"{base_url}/v1",
+        api_key=key,
+        max_retries=0,
+        timeout=120,
+        http_client=DefaultHttpxClient(verify=TRUSTED),
+        _strict_response_validation=True,
+    )
 
 
 @dataclass
@@ -37,7 +58,11 @@ class ServerProcess:
     admin_key: str = ADMIN_KEY
 
     def client(self, key: str = API_KEY) -> httpx.Client:
-        return httpx.Client(base_url=self.base_url, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=self.base_url, headers=headers, timeout=120, verify=TRUSTED)
+
+    def openai(self) -> OpenAI:
+        return openai_client(self.base_url, self.api_key)
 
     def read_log(self) -> None:
         assert self.process.stderr is not None
@@ -53,7 +78,7 @@ class ServerProcess:
             assert self.process.poll() is None, "\n".join(self.log)
             assert time.monotonic() < deadline, "\n".join(self.log)
             try:
-                if self.base_url and httpx.get(self.base_url + path).status_code == 200:
+                if self.base_url and httpx.get(self.base_url + path, verify=TRUSTED).status_code == 200:
                     return
             except httpx.TransportError:
                 pass  # not listening yet

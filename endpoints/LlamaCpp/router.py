@@ -24,13 +24,14 @@ from endpoints.OAI.utils.constraints import checked_constraints
 from endpoints.OAI.utils.generation import respond
 from endpoints.routing import API, OpenAIQueuedRoute
 from endpoints.state import ServerState, State, loaded_info
-from endpoints.streaming import EventStream
+from endpoints.streaming import STREAMED, EventStream
 
 Answer: TypeAlias = JsonObject | list[JsonObject] | EventStream
 
 router = APIRouter(route_class=OpenAIQueuedRoute)
 # What a client picks with `response_fields` has no type, so the shape is for the OpenAPI document alone.
-_DOCUMENTED: dict[int | str, dict[str, Any]] = {200: {"model": LlamaCppCompletion | list[LlamaCppCompletion]}}
+_Documented: TypeAlias = LlamaCppCompletion | JsonObject
+_DOCUMENTED: dict[int | str, dict[str, Any]] = {200: STREAMED[200] | {"model": _Documented | list[_Documented]}}
 
 
 @router.post("/completion", openapi_extra=API, response_model=None, responses=_DOCUMENTED)

@@ -31,7 +31,7 @@ from endpoints.core.types.template import TemplateList, TemplateSwitch
 from endpoints.errors import core_error
 from endpoints.routing import ADMIN, API, OPEN, CoreRoute
 from endpoints.state import ServerState, State, check_load, loaded_info
-from endpoints.streaming import EventStream, start_early
+from endpoints.streaming import STREAMED, EventStream, start_early
 
 router = APIRouter(route_class=CoreRoute)
 v1 = APIRouter(route_class=CoreRoute)  # below /v1
@@ -115,7 +115,7 @@ async def current_model(state: State) -> ModelCard:
     return ModelCard(id=client.name, created=created, parameters=parameters)
 
 
-@v1.post("/model/load", openapi_extra=ADMIN, response_model=LoadProgressEvent)
+@v1.post("/model/load", openapi_extra=ADMIN, response_model=LoadProgressEvent, responses=STREAMED)
 async def load_model(body: ModelLoadRequest, state: State) -> Response:
     """Load a model in place of the loaded one, which keeps answering until the new one has been checked.
 

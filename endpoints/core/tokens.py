@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 
 from backends.client import EngineClient
 from common.errors import InvalidRequest
@@ -24,23 +24,20 @@ from endpoints.core.types.token import (
     TokenPiece,
 )
 from endpoints.OAI.types.chat import ChatCompletionRequest
-from endpoints.OAI.utils.prompt import ChatPrompt, PromptWriter
-from endpoints.routing import API, CoreRoute
+from endpoints.routing import API, CoreWatchedRoute
 from endpoints.state import ServerState, State, loaded_info
-from endpoints.streaming import unless_disconnected
 
-router = APIRouter(route_class=CoreRoute)
-v1 = APIRouter(route_class=CoreRoute)  # below /v1
+router = APIRouter(route_class=CoreWatchedRoute)
+v1 = APIRouter(route_class=CoreWatchedRoute)  # below /v1
 
 
 @v1.post("/token/encode", openapi_extra=API)
-async def encode(body: TokenEncodeRequest, request: Request, state: State) -> TokenEncodeResponse:
+async def encode(body: TokenEncodeRequest, state: State) -> TokenEncodeResponse:
     """Token ids of a text, or of a conversation as the chat template renders it."""
     client = state.manager.require()
     if body.text is None and not body.messages:
         raise InvalidRequest("text is missing: give a text, or messages.", param="text")
     tokens = await _encode(
-        request,
         state,
         client,
         body,
@@ -59,7 +56,7 @@ async def decode(body: TokenDecodeRequest, state: State) -> TokenDecodeResponse:
 
 
 @router.post("/tokenize", openapi_extra=API)
-async def tokenize(body: TokenizeRequest, request: Request, state: State) -> TokenizeResponse:
+async def tokenize(body: TokenizeRequest, state: State) -> TokenizeResponse:
     """Token ids as llama.cpp's server (`content`) and as vLLM (`prompt`, `messages`) give them."""
     client = state.manager.require()
     text = body.prompt if body.content is None else body.content
@@ -68,7 +65,6 @@ async def tokenize(body: TokenizeRequest, request: Request, state: State) -> Tok
     add_bos = body.add_special if body.content is not None else body.add_bos_token
     # To both servers true means that the tokenizer does what it does.
     tokens = await _encode(
-        request,
         state,
         client,
         body,
@@ -93,21 +89,14 @@ async def detokenize(body: DetokenizeRequest, state: State) -> DetokenizeRespons
 
 
 @router.post("/apply-template", openapi_extra=API)
-async def apply_template(body: ChatCompletionRequest, request: Request, state: State) -> RenderedTemplate:
+async def apply_template(body: ChatCompletionRequest, state: State) -> RenderedTemplate:
     """The prompt that the same body would make as a chat completion."""
     writer = await state.prompt_writer(state.manager.require())
-    prompt = await _prompt(request, state, writer, body)
+    prompt = await state.prompts.run(partial(writer.chat, body))
     return RenderedTemplate(prompt=prompt.text)
 
 
-async def _prompt(
-    request: Request, state: ServerState, writer: PromptWriter, body: ChatCompletionRequest
-) -> ChatPrompt:
-    return await unless_disconnected(request, state.prompts.run(partial(writer.chat, body)))
-
-
 async def _encode(
-    request: Request,
     state: ServerState,
     client: EngineClient,
     body: PromptRequest,
@@ -120,7 +109,7 @@ async def _encode(
     literals: Sequence[TextSpan] = ()
     if text is None:
         writer = await state.prompt_writer(client)
-        prompt = await _prompt(request, state, writer, body)
+        prompt = await state.prompts.run(partial(writer.chat, body))
         text, literals, _ = prompt.rendered
         add_bos = False if writer.template.begins_with_bos(text, literals) else add_bos
     return await client.encode(text, add_bos=add_bos, encode_special_tokens=encode_special_tokens, literals=literals)

@@ -20,6 +20,7 @@ from endpoints.server import Server, create_app
 from endpoints.state import application_state
 from tests.scripted import ScriptedEngine
 from tests.scripted_worker import Play, Script
+from tests.serving import TRUSTED, openai_client
 
 T = TypeVar("T")
 
@@ -91,12 +92,10 @@ class RunningServer:
 
     def _client(self, key: str | None = None) -> httpx.Client:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(base_url=self.base_url, headers=headers, timeout=60)
+        return httpx.Client(base_url=self.base_url, headers=headers, timeout=60, verify=TRUSTED)
 
     def openai(self) -> OpenAI:
-        return OpenAI(
-            base_url=f"{self.base_url}/v1", api_key=API_KEY, max_retries=0, _strict_response_validation=True, timeout=60
-        )
+        return openai_client(self.base_url, API_KEY)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run something in the server's loop."""
@@ -106,6 +105,11 @@ class RunningServer:
         response = self.admin.post("/v1/model/load", json={"model_name": name, **model})
         assert response.status_code == 200, response.text
         assert '"status":"finished"' in response.text, response.text
+
+    @property
+    def connections(self) -> set[Any]:
+        """That clients have open."""
+        return self._server.server_state.connections
 
     @property
     def requests_in_engine(self) -> int:

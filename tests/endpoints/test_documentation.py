@@ -31,6 +31,21 @@ def test_the_page_reads_the_description(server: RunningServer) -> None:
     assert not set(description["paths"]) & {*PAGES, "/redoc", "/docs/oauth2-redirect"}
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/completion", "/infill", "/v1/model/load"]
+)
+def test_streams_are_described(server: RunningServer, path: str) -> None:
+    operation = server.http.get("/openapi.json").json()["paths"][path]["post"]
+    assert operation["responses"]["200"]["content"].keys() == {"application/json", "text/event-stream"}
+
+
+def test_what_a_client_picks_of_an_answer_is_described(server: RunningServer) -> None:
+    """It need not have any member of a whole answer."""
+    operation = server.http.get("/openapi.json").json()["paths"]["/completion"]["post"]
+    shapes = operation["responses"]["200"]["content"]["application/json"]["schema"]["anyOf"]
+    assert {"type": "object", "additionalProperties": True} in shapes
+
+
 def test_it_can_be_open_to_everybody(scripted: ScriptedEngine) -> None:
     with running_server(scripted, network={"public_docs": True}).running() as server:
         assert [server.anonymous.get(path).status_code for path in PAGES] == [200, 200]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 
 import pytest
 
-from endpoints.prompt_thread import PromptThread
+from endpoints.prompt_thread import PromptThread, prompt_owner
 from tests.endpoints.running import CHATML, RunningServer, eventually, running_server
 from tests.scripted import ScriptedEngine
 from tests.scripted_worker import Play, Script
@@ -22,6 +23,10 @@ def prompts() -> Iterator[PromptThread]:
     thread = PromptThread()
     yield thread
     thread.close()
+
+
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(60)
 
 
 async def test_work_is_done_in_order_in_one_other_thread(prompts: PromptThread) -> None:
@@ -52,6 +57,19 @@ async def test_work_that_nobody_waits_for_any_more_is_not_begun(prompts: PromptT
     await first
     await prompts.run(lambda: None)
     assert not begun.is_set()
+
+
+async def test_owners_take_turns(prompts: PromptThread) -> None:
+    """Who has much to be done keeps nobody else waiting."""
+    blocked, done = threading.Event(), list[str]()
+    prompts.later(partial(wait_for, blocked))
+    for name in ("a1", "a2", "a3", "b1", "c1", "a4", "b2"):
+        prompt_owner.set(name[0])
+        prompts.later(partial(done.append, name))
+    blocked.set()
+    prompt_owner.set("a")
+    await prompts.run(lambda: None)
+    assert done == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
 
 
 async def test_what_fails_later_is_logged(prompts: PromptThread, log_lines: list[str]) -> None:

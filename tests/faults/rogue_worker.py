@@ -2,8 +2,8 @@
 
     python -m tests.faults.rogue_worker
 
-It answers "garbage", "length", "unknown load", "close", "flood", "strangers", "echo" and "orphan"; other prompts get
-"Hello". Calls are never answered, except `Encode`, which is answered with the wrong message.
+It answers "garbage", "length", "unknown load", "close", "flood", "strangers", "echo", "orphan" and "fork"; other
+prompts get "Hello". Calls are never answered, except `Encode`, which is answered with the wrong message.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from backends import messages
@@ -70,6 +71,13 @@ def misbehave(request_id: str, how: str) -> None:
             child = subprocess.Popen([sys.executable, "-c", code, "8"], stdout=subprocess.PIPE)
             assert child.stdout is not None
             child.stdout.read(1)
+            os._exit(5)
+        case "fork":  # as "orphan", but all pipes are held open, and something waits to be read meanwhile
+            if (left_behind := os.fork()) == 0:
+                time.sleep(600)
+                os._exit(0)
+            print(f"left behind: {left_behind}", file=sys.stderr, flush=True)
+            time.sleep(0.5)
             os._exit(5)
         case _:
             answer(request_id)

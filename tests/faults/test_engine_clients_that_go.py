@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from tests.endpoints.running import ADMIN_KEY, RunningServer, eventually, running_server
-from tests.faults.leaks import open_descriptors
+from tests.endpoints.running import ADMIN_KEY, RunningServer, alpha_server, eventually, running_server
+from tests.faults.leaks import held_at_rest_by, held_by, open_descriptors
 from tests.scripted import ScriptedEngine
 from tests.scripted_worker import ModelScript, Play, Script
 
@@ -119,6 +119,33 @@ def test_while_the_engine_is_too_busy_to_answer_a_question(
         eventually(lambda: len(engine._calls) == 1)
         asking.go()
         working.go()
+
+
+def test_while_the_engine_is_started_again(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a request waits for, its place in the queue is free at once."""
+    monkeypatch.setattr("backends.client.RESTART_DELAYS", (600.0,))
+    with alpha_server(tmp_path_factory.mktemp("server"), [Play(when="die", crash_after=0)]) as server:
+        assert server.http.post("/v1/completions", json={"prompt": "die"}).status_code == 500
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        before = held_at_rest_by(server)
+        places = server.state.queue._places
+        for path, body, queued in [
+            ("/completion", {"prompt": ["hi", 65]}, True),  # text and tokens: the engine is asked for those of the text
+            ("/completion", {"prompt": "hi", "logit_bias": [["abc", 1.0]]}, True),
+            ("/v1/completions", {"prompt": "hi"}, True),
+            ("/v1/chat/completions", chat | {"stream": True}, True),
+            ("/v1/token/encode", {"text": "hi"}, False),
+            ("/tokenize", {"content": "hi"}, False),
+            ("/detokenize", {"tokens": [65]}, False),
+        ]:
+            client = Client(server, path, body)
+            eventually(lambda: held_by(server).tasks > before.tasks)
+            eventually(lambda queued=queued: bool(places) == queued)  # type: ignore[misc]
+            client.go()
+            eventually(lambda: not places)
+            eventually(lambda: held_by(server) == before)
 
 
 def test_while_a_model_is_loaded(server: RunningServer) -> None:

@@ -6,6 +6,8 @@ It is replaced where it cannot be trusted, and what it does reaches nobody else.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -57,6 +59,20 @@ async def test_a_process_that_breaks_the_protocol_is_replaced(
         with pytest.raises(EngineFailed, match=message):
             await say(client, how)
         assert await say(client, "hi") == "Hello"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="forks")
+async def test_what_an_engine_leaves_behind_holds_nobody_up(scripted: ScriptedEngine, log_lines: list[str]) -> None:
+    async with nothing_left_behind(), rogue(scripted) as client:
+        requests = [asyncio.create_task(say(client, prompt)) for prompt in ("fork", "x" * 1_000_000)]
+        for request in requests:
+            with pytest.raises(EngineFailed, match="ended with code 5"):
+                await request
+        printed = next(line for line in log_lines if "left behind: " in line)
+        left_behind = int(printed.rpartition(" ")[2])
+        os.kill(left_behind, 0)  # which still lives
+        assert await say(client, "hi") == "Hello"
+    os.kill(left_behind, signal.SIGKILL)
 
 
 async def test_messages_that_nobody_waits_for_are_dropped(scripted: ScriptedEngine) -> None:
@@ -183,6 +199,22 @@ async def test_a_process_that_ends_before_it_is_told_to_load(scripted: ScriptedE
     with pytest.raises(ModelLoadFailed, match="ended while it loaded alpha"):
         _ = [progress async for progress in client.load()]
     await client.close()
+
+
+async def test_a_process_that_cannot_be_killed_is_given_up(
+    scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits for a driver that does not answer."""
+    monkeypatch.setattr("backends.engine_process.KILL_SECONDS", 0.2)
+    async with nothing_left_behind(), serving(scripted, Script(plays=[Play(when="wait", hang_after=0)])) as client:
+        generation = await client.generate(ask("wait"))
+        process = client._process
+        assert process is not None
+        monkeypatch.setattr(process._process, "kill", lambda: None)
+        process.kill(EngineHangs("It hangs."))
+        with pytest.raises(EngineHangs):
+            await text_of(generation)
+        assert await say(client, "hi") == "Hello world"
 
 
 async def test_a_forced_close_waits_for_nothing(scripted: ScriptedEngine) -> None:

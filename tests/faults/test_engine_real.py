@@ -19,6 +19,7 @@ import pytest
 from common.caching import CacheState
 from tests.endpoints.running import API_KEY, RunningServer, eventually, running_server
 from tests.faults import engine_worker as faults
+from tests.faults.leaks import held_at_rest_by, held_by
 from tests.scripted import ScriptedEngine
 
 SMALL = {"cache_size": 4096, "max_seq_len": 4096, "chunk_size": 256, "max_batch_size": 2}
@@ -109,9 +110,11 @@ def started(tmp_path_factory: pytest.TempPathFactory, tiny_hybrid: Path, tiny_ll
 
 @pytest.fixture
 def faulty(started: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    """The engine may fail as often as it likes, and nothing of a test is left in it."""
+    """The engine may fail as often as it likes, and nothing of a test is left in it or in the server."""
     monkeypatch.setattr("backends.client.RESTART_DELAYS", (0.0,))
     monkeypatch.setattr("backends.client.STABLE_SECONDS", 0.0)
+    assert started.serves()
+    held = held_at_rest_by(started.server)
     yield started
     for fault in started.faults.iterdir():
         fault.unlink()
@@ -121,6 +124,7 @@ def faulty(started: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[F
     state = started.state()
     assert (state.active_requests, state.queued_requests) == (0, 0)
     assert {tier.active_tokens for tier in state.tiers} == {0}
+    eventually(lambda: held_by(started.server) == held)
 
 
 def words(count: int) -> str:

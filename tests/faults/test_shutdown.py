@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from main import EXIT_INTERRUPTED
 from tests.endpoints.running import CHATML, eventually
+from tests.faults.leaks import children
 from tests.scripted import ScriptedEngine
 from tests.scripted_worker import ModelScript, Play, Script
 from tests.serving import ROOT, ServerProcess, served
@@ -32,12 +34,6 @@ MODELS = {"slow": ModelScript(load_seconds=600.0, modules=1000)}
 EXIT_SECONDS = 60
 STATUS = {signal.SIGTERM: 0, signal.SIGINT: EXIT_INTERRUPTED}
 both_signals = pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-
-
-def children(pid: int) -> list[int]:
-    """Processes that a process has started; none where the system does not tell."""
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for found in lists for child in found.read_text(encoding="ascii").split()]
 
 
 def exists(pid: int) -> bool:
@@ -70,13 +66,18 @@ class Program:
 
 @contextmanager
 def program(
-    scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, model: str = "alpha", *, shutdown_timeout: int = 600
+    scripted: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str = "alpha",
+    *,
+    shutdown_timeout: int = 600,
+    template: str = CHATML,
 ) -> Iterator[Program]:
     """The program over the scripted engine. Unless said otherwise, tests that wait for the time-out hang."""
     scripted.write(Script(plays=PLAYS, models=MODELS))
     directory = scripted.model_dir / model
     directory.mkdir(exist_ok=True)
-    for name, text in (("config.json", "{}"), ("chat_template.jinja", CHATML)):
+    for name, text in (("config.json", "{}"), ("chat_template.jinja", template)):
         (directory / name).write_text(text, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with served(
@@ -209,6 +210,23 @@ def test_a_second_signal_ends_it_at_once(
             with suppress(httpx.TransportError):  # the connection may be cut before the event
                 assert all('"code":"request_cancelled"' in line or line == "data: [DONE]" for line in lines)
         assert stopping.status() == STATUS[sent]
+
+
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait_for_a_template(
+    scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = "{% if messages[-1].content == 'SLOW' %}" + "{% for a in range(99999) %}" * 2 + "{% endfor %}" * 2
+    with program(scripted, monkeypatch, template=endless + "{% endif %}" + CHATML) as stopping:
+        body = {"messages": [{"role": "user", "content": "SLOW"}]}
+        with stopping.server.client() as client, ThreadPoolExecutor(1) as asking:
+            asked = asking.submit(client.post, "/v1/chat/completions", json=body)
+            stopping.send(signal.SIGTERM)
+            eventually(lambda: any("in flight" in line for line in stopping.server.log))
+            stopping.send(signal.SIGTERM)
+            with pytest.raises(httpx.TransportError):
+                asked.result()
+        assert stopping.status() == 0
 
 
 @pytest.mark.slow

@@ -51,7 +51,6 @@ from endpoints.streaming import (
     IndexedEvents,
     Queued,
     stream_answers,
-    unless_disconnected,
 )
 
 P = TypeVar("P", bound=Choice)
@@ -90,7 +89,7 @@ async def respond(
     ping: int | None = None,
     terminator: str | None = DONE,
 ) -> T | EventStream:
-    """Generate, and give up when the client goes away.
+    """Generate.
 
     Args:
         response: gets the headers of an answer that is not streamed.
@@ -122,7 +121,7 @@ async def respond(
         )
     response.headers.update(headers)
     async with answers:
-        return await unless_disconnected(request, codec.collect(answers))
+        return await codec.collect(answers)
 
 
 # --- requests -----------------------------------------------------------------------------------------------------
