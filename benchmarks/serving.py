@@ -1,6 +1,6 @@
 """What the server costs beside the bare engine, over HTTP, on the real engine.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.serving [--quick] [--pairs 9] [--streams 1 4 8 32] [--seconds 1.5]
+    OMP_NUM_THREADS=1 python -m benchmarks.serving [--quick] [--pairs 9] [--streams 1 4 8 32] [--seconds 4]
 
 Models with random weights are made in a temporary folder: the tiny Llama of the tests and the tiny hybrid. `main.py`
 serves one as a user starts it, and a second process drives the engine alone (`bare_engine.py`), with the same settings
@@ -11,7 +11,8 @@ cores the engine, the server and the client share them, and the bare engine has 
 One torch thread on both sides, unless OMP_NUM_THREADS says otherwise. CPU time of the server's processes is read from
 /proc; where there is none, it is left out.
 
---quick takes the Llama only, and three pairs. --seconds is about how long the bare engine answers in each run.
+--quick takes the Llama only, and three pairs. --seconds is about how long the bare engine answers in each run; what a
+request costs by itself weighs the more, the shorter that is.
 """
 
 from __future__ import annotations
@@ -370,7 +371,7 @@ def main() -> None:
     options.add_argument("--pairs", type=int, help="pairs of runs (default: 9, with --quick 3)")
     options.add_argument("--quick", action="store_true", help="the Llama only, with few repetitions")
     options.add_argument("--streams", type=int, nargs="+", default=STREAMS, help="numbers of streams side by side")
-    options.add_argument("--seconds", type=float, default=1.5, help="of the bare engine in each run")
+    options.add_argument("--seconds", type=float, default=4.0, help="of the bare engine in each run")
     arguments = options.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     console = Console(width=max(150, Console().width))

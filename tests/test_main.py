@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from common.sampling import SamplerPresets
 from common.tabby_config import LoadedSettings
 from main import EXIT_INTERRUPTED, EXIT_SETTINGS, load_at_start, main
 from tests.scripted import ScriptedEngine
-from tests.serving import ServerProcess, served
+from tests.scripted_worker import Script
+from tests.serving import ROOT, ServerProcess, served
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
 TURN: ChatCompletionUserMessageParam = {"role": "user", "content": "Ada measured the river."}
@@ -36,9 +39,7 @@ def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def openai(server: ServerProcess) -> Iterator[OpenAI]:
-    with OpenAI(
-        base_url=f"{server.base_url}/v1", api_key=server.api_key, max_retries=0, _strict_response_validation=True
-    ) as client:
+    with server.openai() as client:
         yield client
 
 
@@ -184,22 +185,25 @@ def test_a_refused_interval_leaves_the_model_that_serves(real_server: ServerProc
     assert card(real_server) == before
 
 
-def test_intervals_from_the_command_line_the_model_file_and_use_as_default(tiny_hybrid: Path, tmp_path: Path) -> None:
+def test_intervals_from_the_command_line_the_model_file_and_use_as_default(
+    scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`tabby_config.yml` outranks the server's own file, single options outrank both; an API load sees what
     `use_as_default` names."""
-    folder = tmp_path / "models" / "hybrid"
-    folder.mkdir(parents=True)
-    for path in tiny_hybrid.iterdir():
-        (folder / path.name).symlink_to(path)
+    scripted.write(Script())
+    folder = scripted.model_dir / "alpha"
     (folder / "tabby_config.yml").write_text("model:\n  recurrent_checkpoint_interval_pp: 512\n", encoding="utf-8")
-    (tmp_path / "config.yml").write_text(
+    (scripted.root / "config.yml").write_text(
         "model:\n"
         "  use_as_default: [recurrent_checkpoint_interval]\n"
         "  recurrent_checkpoint_interval: 1024\n"
         "  recurrent_checkpoint_interval_pp: 4096\n",
         encoding="utf-8",
     )
-    with served(tmp_path, "--recurrent-checkpoint-interval", "256", model=folder) as server:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    program = (sys.executable, "-m", "tests.faults.scripted_main", str(scripted.script_path))
+    options = ("--recurrent-checkpoint-interval", "256")
+    with served(scripted.root, *options, model=folder, program=program) as server:
         parameters = card(server)
         assert parameters["recurrent_checkpoint_interval"] == 256
         assert parameters["recurrent_checkpoint_interval_pp"] == 512
@@ -220,7 +224,7 @@ def test_health_answers_before_the_model_does_and_a_failed_start_is_reported(tmp
     (folder / "config.json").write_text('{"architectures": ["NoSuchForCausalLM"]}', encoding="utf-8")
     with served(tmp_path, model=folder, ready=False) as server, server.client() as http:
         while http.get("/ready").json()["error"]["message"].endswith("in a moment."):
-            pass
+            time.sleep(0.05)
         response = http.get("/ready")
         assert response.status_code == 503
         assert "NoSuchForCausalLM" in response.json()["error"]["message"]

@@ -15,6 +15,8 @@ from tests.serving import ServerProcess, served
 
 PROMPT = [5 + i % 900 for i in range(800)]
 FULL_PAGES = 768
+pytestmark = pytest.mark.slow  # tests/backends/exllamav3/test_tiers.py has the same within one process
+
 # The folder is relative to the server's working directory; every checkpoint is kept.
 DISK = ("--disk-cache-dir", "kept/on disk", "--disk-cache-checkpoint-interval", "0", "--sysmem-kv-cache", "32")
 SMALL = ("--cache-size", "4096", "--max-seq-len", "4096")
@@ -52,7 +54,6 @@ def test_a_prompt_resumes_after_a_restart_of_the_server(tmp_path: Path, tiny_hyb
         assert complete(server) == Completion(cold.text, FULL_PAGES)
 
 
-@pytest.mark.slow
 def test_a_prompt_resumes_after_a_load_and_after_another_model(
     tmp_path: Path, tiny_hybrid: Path, tiny_llama: Path
 ) -> None:
@@ -82,7 +83,6 @@ def written(folder: Path, suffix: str) -> int:
     return sum(1 for _ in folder.rglob(f"*.{suffix}"))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the engine's process as on Linux")
 def test_a_killed_engine_goes_on_with_what_it_had_written(tmp_path: Path, tiny_hybrid: Path) -> None:
     prompt = [5 + i % 900 for i in range(8_000)]

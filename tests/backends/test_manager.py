@@ -111,6 +111,26 @@ async def test_a_swap_waits_for_what_runs_and_takes_nothing_new(scripted: Script
         assert manager.require().name == "beta"
 
 
+async def test_a_model_goes_on_whose_successor_dies_while_it_finishes(scripted: ScriptedEngine) -> None:
+    async with managing(scripted, Script(plays=[Play(when="wait", hang_after=0)])) as manager:
+        await load(manager, "alpha")
+        serving = manager.require()
+        last = await serving.generate(ask("wait"))
+        swap = asyncio.create_task(load(manager, "beta"))
+        while manager.current is not None:
+            await asyncio.sleep(0.01)
+        [successor] = manager._clients - {serving}
+        assert successor._process is not None
+        successor._process.kill()
+        while successor._process is not None:
+            await asyncio.sleep(0.01)
+        await last.cancel()
+        with pytest.raises(ModelLoadFailed, match="ended while it loaded beta"):
+            await swap
+        assert manager.require() is serving
+        assert await say(manager) == "Hello world"
+
+
 async def test_skip_queue_cancels_what_runs(scripted: ScriptedEngine) -> None:
     async with managing(scripted, Script(plays=[Play(hang_after=1)])) as manager:
         await load(manager, "alpha")

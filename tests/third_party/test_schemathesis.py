@@ -38,10 +38,11 @@ def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield server
 
 
-def test_generation(packages: PackageCache, server: ServerProcess, tmp_path: Path) -> None:
+# The systematic one asks that every null, and every false for a number, be refused; we take them.
+@pytest.mark.parametrize("phase", [("coverage", "--exclude-checks", "negative_data_rejection"), ("fuzzing",)])
+def test_generation(packages: PackageCache, server: ServerProcess, tmp_path: Path, phase: tuple[str, ...]) -> None:
     set_defaults(server, force=True, max_tokens=2)  # whatever a request says: its fields matter here, not the text
-    arguments = ["--include-path-regex", GENERATION, "--phases", "coverage,fuzzing"]
-    fuzz(packages, server, server.api_key, tmp_path, *arguments)
+    fuzz(packages, server, server.api_key, tmp_path, "--include-path-regex", GENERATION, "--phases", *phase)
 
 
 @pytest.mark.parametrize("who", ["administrator", "client"])

@@ -6,6 +6,7 @@ token of the answer is the one it likes best at that place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ PROMPTS = [
 ]
 
 
-def sequences(smollm2: Path, tokens: int) -> list[Tensor]:
+def sequences(smollm2: Path, prompts: Sequence[str], tokens: int) -> list[Tensor]:
     """Prompts with their answers, (1, prompt + tokens)."""
     config = Config.from_directory(str(smollm2))
     model = Model.from_config(config)
@@ -32,7 +33,7 @@ def sequences(smollm2: Path, tokens: int) -> list[Tensor]:
     tokenizer = Tokenizer.from_config(config)
     generator = Generator(model=model, cache=cache, tokenizer=tokenizer)
     sequences = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         ids = tokenizer.encode(prompt, encode_special_tokens=True)
         generator.enqueue(Job(input_ids=ids, max_new_tokens=tokens, sampler=ArgmaxSampler()))
         parts = [ids]
@@ -43,13 +44,14 @@ def sequences(smollm2: Path, tokens: int) -> list[Tensor]:
     return sequences
 
 
-@pytest.mark.parametrize("tokens", [12, pytest.param(50, marks=pytest.mark.slow)])
-def test_greedy_text_equals_that_of_transformers(smollm2: Path, tokens: int) -> None:
+@pytest.mark.parametrize(("count", "tokens"), [(2, 12), pytest.param(len(PROMPTS), 50, marks=pytest.mark.slow)])
+def test_greedy_text_equals_that_of_transformers(smollm2: Path, count: int, tokens: int) -> None:
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     equal = 0
-    for prompt, ids in zip(PROMPTS, sequences(smollm2, tokens), strict=True):
+    prompts = PROMPTS[:count]
+    for prompt, ids in zip(prompts, sequences(smollm2, prompts, tokens), strict=True):
         answer = ids[0, -tokens:]
         with torch.inference_mode():
             logits = reference(ids).logits[0, -tokens - 1 : -1]
@@ -58,4 +60,4 @@ def test_greedy_text_equals_that_of_transformers(smollm2: Path, tokens: int) -> 
         print(f"{prompt!r}: at most {behind:.4f} behind the best")
         assert behind < 0.05, prompt  # fp16 may decide a tie otherwise
         equal += behind == 0.0
-    assert equal >= 4
+    assert equal >= count - 1

@@ -19,6 +19,8 @@ from common.parsing.pieces import CallArguments, CallBegin, CallEnd
 from common.parsing.tags import TagDialect
 from tests.containers import answered, loaded
 
+pytestmark = pytest.mark.slow  # test_grammar.py has the same with a model that knows nothing
+
 
 class Weather(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -46,7 +48,7 @@ async def container(smollm2: Path) -> AsyncIterator[ExllamaV3Container]:
         yield container
 
 
-@pytest.mark.parametrize("name", ["hermes", pytest.param("qwen3_coder", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
 async def test_smollm2_calls_a_tool_as_its_schema_asks(container: ExllamaV3Container, name: str) -> None:
     format = format_named(name)
     assert format is not None

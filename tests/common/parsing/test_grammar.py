@@ -56,12 +56,14 @@ class Vocabulary:
     def decode(self, tokens: Sequence[int]) -> str:
         return b"".join(self.tokens[token] for token in tokens).decode()
 
-    def random_order(self, chance: random.Random) -> list[int]:
-        """All tokens but the end. Longer ones are likelier to be first, and bytes that are no ASCII come last."""
-        letters, others = [10, *range(32, 127)], [*range(10), *range(11, 32), *range(127, 256)]
-        longer = list(range(257, len(self.tokens)))
+    def choice(self, mask: int, chance: random.Random) -> int:
+        """A token of a mask that has one besides the end. Longer ones are likelier, and bytes that are no ASCII come
+        last."""
+        allowed = [token for token in range(len(self.tokens)) if mask >> token & 1]
+        longer = [token for token in allowed if token > 256]
+        letters = [token for token in allowed if token == 10 or 32 <= token < 127]
         first, second = (longer, letters) if chance.random() < 0.5 else (letters, longer)
-        return [*chance.sample(first, len(first)), *chance.sample(second, len(second)), *others]
+        return chance.choice(first or second or allowed[:1])
 
     @property
     def ids(self) -> dict[str, int]:
@@ -427,7 +429,7 @@ def test_there_may_be_several_calls_or_one(format: ToolFormat) -> None:
         assert not accepts(one, text, vocabulary)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_whatever_the_grammar_allows_is_read_as_valid_calls(format: ToolFormat, seed: int) -> None:
     dialect = TagDialect(THINK, [format])
     vocabulary = vocabularies(format)[seed % 2]
@@ -513,7 +515,7 @@ def walk(constraints: Sequence[Constraint], vocabulary: Vocabulary, seed: int) -
         assert not matcher.is_error(), matcher.get_error()
         if matcher.is_stopped() or (matcher.is_accepting() and chance.random() < 0.3):
             return vocabulary.decode(tokens)
-        token = next(token for token in vocabulary.random_order(chance) if mask >> token & 1)
+        token = vocabulary.choice(mask, chance)
         assert matcher.consume_token(token)
         tokens.append(token)
     raise AssertionError(f"no end of {vocabulary.decode(tokens)[-300:]!r}")

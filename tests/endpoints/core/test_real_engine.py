@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from openai import OpenAI
 from prometheus_client import parser
 
 from tests.endpoints.running import eventually
@@ -193,8 +192,7 @@ def test_a_bare_request(real_server: ServerProcess) -> None:
 
 
 def test_the_openai_client_reads_the_figures(real_server: ServerProcess) -> None:
-    base_url, key = f"{real_server.base_url}/v1", real_server.api_key
-    with OpenAI(base_url=base_url, api_key=key, max_retries=0, _strict_response_validation=True) as client:
+    with real_server.openai() as client:
         *_, last = client.chat.completions.create(
             model="x",
             messages=[{"role": "user", "content": "Hello"}],

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from common.parsing.formats.base import Call
 from common.parsing.formats.deepseek_dsml import DeepSeekDsml
@@ -35,7 +35,6 @@ LS_SRV = call("ls", parameter("path", "/srv", "true"))
 LS = ("ls", {"path": "/srv"})
 
 
-@settings(max_examples=50)
 @given(calls=calls_that_can_be_told(UNDECIDABLE, typed=True), sizes=chunk_sizes)
 def test_calls_are_given_back_however_they_are_cut(calls: list[Call], sizes: Sequence[int]) -> None:
     check_gives_back(DEEPSEEK, calls, sizes)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from common.parsing.formats.base import Call
 from common.parsing.formats.glm import Glm
@@ -30,7 +30,6 @@ LS_SRV = call("ls", argument("path", "/srv"))
 LS = ("ls", {"path": "/srv"})
 
 
-@settings(max_examples=50)
 @given(calls=calls_that_can_be_told(UNDECIDABLE), sizes=chunk_sizes)
 def test_calls_are_given_back_however_they_are_cut(calls: list[Call], sizes: Sequence[int]) -> None:
     check_gives_back(GLM, calls, sizes)
