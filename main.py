@@ -58,7 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_SETTINGS
     except KeyboardInterrupt:  # uvicorn has shut down in order, and passes Ctrl-C on
         return EXIT_INTERRUPTED
+    finally:
+        forget_lost_console()
     return 0
+
+
+def forget_lost_console() -> None:
+    """Python exits with 120 where stderr cannot be written to any more, though the server has ended in order."""
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except OSError:
+        sys.stderr = None
 
 
 @contextlib.contextmanager
