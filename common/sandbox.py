@@ -486,7 +486,7 @@ def _widths(format: str) -> Iterator[str]:
 def _end_of_key(format: str, start: int) -> int:
     """Where the key of a mapping that is opened there is closed. It may hold parentheses, in pairs."""
     depth = 0
-    for parenthesis in re.compile("[()]").finditer(format, start):
+    for parenthesis in _PARENTHESIS.finditer(format, start):
         depth += 1 if parenthesis[0] == "(" else -1
         if depth == 0:
             return parenthesis.end()
@@ -544,6 +544,7 @@ def _before_joining(budget: Budget, separator: str, values: Iterable[Any], /) ->
 
 _DIGITS: Final = re.compile(r"\d+")
 _MAX_DIGITS: Final = 12
+_PARENTHESIS: Final = re.compile("[()]")
 _FLAGS: Final = re.compile(r"[-#0 +.*\d]*")
 # Of text, by name; some give other arguments.
 _BEFORE_METHODS: Final[dict[str, Callable[..., tuple[Any, ...] | None]]] = {

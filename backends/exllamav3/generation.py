@@ -493,8 +493,8 @@ def _id_list(ids: Tensor | None) -> list[int]:
     """Of ids, (1, tokens)."""
     if ids is None:
         return []
-    (row,) = ids.tolist()
-    return row  # type: ignore[no-any-return]  # torch does not say how deep its lists are
+    rows: list[list[int]] = ids.tolist()
+    return rows[0]
 
 
 def _text(token_ids: list[int], tokens: TokenBytes) -> str:

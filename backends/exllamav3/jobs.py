@@ -146,7 +146,7 @@ class CheckpointJob(Job):  # type: ignore[misc]  # the engine has no annotations
     adds one of its own; the lowest of them most of all, since an edit anywhere can be resumed from it.
 
     Attributes:
-        found: what the caches had of the prompt; None while the job is queued.
+        found: what the caches had of the prompt, in whole pages; None while the job is queued.
         explanation: where the placement asks for it, from the same moment.
     """
 
@@ -263,13 +263,14 @@ class CheckpointJob(Job):  # type: ignore[misc]  # the engine has no annotations
         if self.placement.explain is not None:
             found = look_up(generator, sequence.sequence_ids.torch(), sequence.new_unique_pages)
             self.explanation = self.placement.explain(found)
-        leading = PAGE_TOKENS * leading_pages(generator, hashes)
+        # Before the allocation drops pages to make room.
+        leading = leading_pages(generator, hashes) if recurrent else 0
         metrics = self.pagetable.metrics
         tier, disk = metrics["alloc_tier_pages"], metrics["alloc_disk_pages"]
         super().allocate_pages()
         if recurrent:
             resumed = self.cached_pages * PAGE_TOKENS
-            matched = max(leading, resumed)
+            matched = max(leading * PAGE_TOKENS, resumed)
         else:  # pages past a gap are used as well
             pages = sequence.allocated_pages[: len(hashes)]
             matched = resumed = PAGE_TOKENS * sum(page.kv_position == PAGE_TOKENS for page in pages)

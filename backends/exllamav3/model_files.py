@@ -30,11 +30,12 @@ def check_files(directory: Path) -> None:
     """
     _check_kinds(directory)
     config = read_object(directory / CONFIG)
-    for name in ("generation_config.json", "tokenizer_config.json", INDEX):
+    for name in ("generation_config.json", "tokenizer_config.json"):
         if (directory / name).exists():
-            read_object(directory / name, MOST_HEADER_BYTES if name == INDEX else MAX_CONFIG_BYTES)
+            read_object(directory / name)
+    complete = not _missing_weights(directory)  # reads the index
     tensors = [name for path in sorted(directory.glob(WEIGHTS)) for name in _check_weights(path)]
-    if not _missing_weights(directory):
+    if complete:
         _check_layers(directory / CONFIG, config, tensors)
 
 
@@ -80,7 +81,7 @@ def _missing_weights(directory: Path) -> list[str]:
 def _named_weights(directory: Path) -> Iterator[str]:
     """Files that the index says the weights are in."""
     path = directory / INDEX
-    if not path.is_file():
+    if not path.exists():
         return
     weight_map = read_object(path, MOST_HEADER_BYTES).get("weight_map", {})
     if not isinstance(weight_map, dict):

@@ -30,8 +30,8 @@ Answer: TypeAlias = JsonObject | list[JsonObject] | EventStream
 
 router = APIRouter(route_class=OpenAIQueuedRoute)
 # What a client picks with `response_fields` has no type, so the shape is for the OpenAPI document alone.
-_Documented: TypeAlias = LlamaCppCompletion | JsonObject
-_DOCUMENTED: dict[int | str, dict[str, Any]] = {200: STREAMED[200] | {"model": _Documented | list[_Documented]}}
+_Shape: TypeAlias = LlamaCppCompletion | JsonObject
+_DOCUMENTED: dict[int | str, dict[str, Any]] = {200: STREAMED[200] | {"model": _Shape | list[_Shape]}}
 
 
 @router.post("/completion", openapi_extra=API, response_model=None, responses=_DOCUMENTED)

@@ -89,7 +89,7 @@ async def respond(
     ping: int | None = None,
     terminator: str | None = DONE,
 ) -> T | EventStream:
-    """Generate.
+    """The answers to a request, as a whole or as a stream.
 
     Args:
         response: gets the headers of an answer that is not streamed.
