@@ -224,8 +224,9 @@ class Worker:
         except Exception as error:
             self._send(messages.Failed(id=request_id, error=_record(error)))
             return
-        self._send(messages.Accepted(id=request_id, prompt_tokens=job.prompt_tokens))
+        # In this order, so that the job begins before what is sent once it is known to be accepted.
         self._run(request_id, self._pump(container, request_id, job))
+        self._send(messages.Accepted(id=request_id, prompt_tokens=job.prompt_tokens))
 
     def _run(self, message_id: str, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
