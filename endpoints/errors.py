@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from itertools import islice
 from typing import Any, Final, NotRequired, TypeAlias, TypedDict
@@ -41,7 +41,7 @@ class ErrorBody(TypedDict):
     detail: NotRequired[str]  # TabbyAPI's own routes: the message once more, where its front ends look for it
 
 
-RenderError: TypeAlias = Callable[[ServerError], ErrorBody]
+RenderError: TypeAlias = Callable[[ServerError], Mapping[str, object]]  # a JSON object, in the form of an API
 
 # For the OpenAPI document: the envelope, and the responses of every route that have it.
 ERROR_SCHEMA: Final[dict[str, Any]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from http import HTTPStatus
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -18,7 +18,7 @@ from common.auth import ADMINISTRATOR, Caller
 from common.errors import AuthenticationFailed, InvalidRequest, ServerError
 from common.json_body import SMALL_BODY, read_json
 from endpoints.admission import Place
-from endpoints.errors import ErrorBody, core_error, error_response, openai_error, to_server_error
+from endpoints.errors import core_error, error_response, openai_error, to_server_error
 from endpoints.prompt_thread import prompt_owner
 from endpoints.request_log import record_request
 from endpoints.state import state_of
@@ -59,7 +59,7 @@ class ApiRoute(APIRoute):
     """A route with an access level and its API's error envelope. `openapi_extra` must be `OPEN`, `API` or `ADMIN`."""
 
     @staticmethod
-    def render_error(error: ServerError) -> ErrorBody:
+    def render_error(error: ServerError) -> Mapping[str, object]:
         """The envelope of the API that the route belongs to."""
         raise NotImplementedError
 

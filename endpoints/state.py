@@ -54,6 +54,14 @@ class ServerState:
         if self.stopping:
             raise RequestCancelled("The server is shutting down. Send the request again once it is back.")
 
+    async def serving(self, request: Request, name: str | None, *, keep_alive: float | None = None) -> EngineClient:
+        """The model that answers a request, which stays loaded until the request has ended.
+
+        Raises:
+            ModelNotLoaded: there is none.
+        """
+        return self.manager.require()
+
     def require_ready(self) -> EngineClient:
         """The loaded model, whose engine answers at this moment; else `ModelNotLoaded` with the reason."""
         self.refuse_when_stopping()

@@ -1,4 +1,4 @@
-"""Answers while they are generated: several side by side, as server-sent events, and given up with the client."""
+"""Answers while they are generated: several side by side, as a stream of events, and given up with the client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from common.generation import Event, Finish, FinishReason, GenerationRequest
 from common.metrics import Metrics
 from endpoints.admission import Place
 from endpoints.answer_record import CANCELLED, AnswerRecord
-from endpoints.errors import RenderError, dump_json, to_server_error
+from endpoints.errors import to_server_error
+from endpoints.wire import Payload, Wire
 
 T = TypeVar("T")
 
@@ -50,7 +51,6 @@ TellFinish: TypeAlias = Callable[[int, Finish], FinishReason]
 # How long a stream's status line waits for the engine's verdict on the prompt. A refusal within it is a plain error
 # response, a later one is an error inside the stream.
 ACCEPT_SECONDS = 1.0
-DONE = "[DONE]"
 
 
 class Answers:
@@ -194,34 +194,33 @@ async def _disconnected(request: Request) -> None:
 
 
 class EventStream(EventSourceResponse):
-    """Server-sent events that always end with an error or what the API calls a finish, then with its terminator.
+    """Events that always end with an error or what the API calls a finish, then with its terminator.
 
     Args:
-        payloads: JSON texts without line breaks, one for each event.
-        render_error: the envelope for an error that `payloads` raises.
-        ping: seconds between comments that keep the connection alive; 0 for none.
-        terminator: the last event; None for APIs that have none.
+        payloads: one for each event.
+        wire: how the API writes them.
+        ping: seconds between signs of life; 0 for none.
         headers: beside those that a stream needs.
         cleanup: called when the stream has ended, for whatever reason, even if it never began.
     """
 
     def __init__(
         self,
-        payloads: AsyncIterator[str],
+        payloads: AsyncIterator[Payload],
         *,
-        render_error: RenderError,
+        wire: Wire,
         ping: int,
-        terminator: str | None = DONE,
         headers: Mapping[str, str] | None = None,
         cleanup: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__(
-            self._frames(payloads, render_error),
-            ping=ping,
+            self._frames(payloads, wire),
+            media_type=wire.media_type,
+            ping=ping if wire.pings else 0,
+            ping_message_factory=wire.ping,
             headers=headers,
             client_close_handler_callable=self._log_disconnect,
         )
-        self._terminator = terminator
         self._cleanup = cleanup
         self._complete = False
 
@@ -232,17 +231,17 @@ class EventStream(EventSourceResponse):
             if self._cleanup is not None:
                 await self._cleanup()
 
-    async def _frames(self, payloads: AsyncIterator[str], render_error: RenderError) -> AsyncIterator[bytes]:
+    async def _frames(self, payloads: AsyncIterator[Payload], wire: Wire) -> AsyncIterator[bytes]:
         try:
             async for payload in payloads:
-                yield _frame(payload)
+                yield wire.frame(payload)
         except Exception as error:
             told = to_server_error(error)
             logger.info("The stream ends with an error: {}", told.message)
-            yield _frame(dump_json(render_error(told)))
+            yield wire.frame(wire.error(told))
         self._complete = True
-        if self._terminator is not None:
-            yield _frame(self._terminator)
+        if wire.terminator is not None:
+            yield wire.frame(wire.terminator)
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
         # sse-starlette's opens a cancel scope for each event, though there is no limit: connections have theirs.
@@ -252,39 +251,6 @@ class EventStream(EventSourceResponse):
         # Many clients close the connection as soon as they read the terminator.
         if not self._complete:
             logger.info("The client has gone before the end of its stream")
-
-
-def _frame(payload: str) -> bytes:
-    return f"data: {payload}\r\n\r\n".encode()
-
-
-async def stream_answers(
-    answers: Answers,
-    render: Callable[[IndexedEvents], AsyncIterator[str]],
-    *,
-    render_error: RenderError,
-    ping: int,
-    terminator: str | None = DONE,
-    headers: Mapping[str, str] | None = None,
-) -> EventStream:
-    """A streaming response; the answers are closed when it ends.
-
-    Raises:
-        ServerError: the engine refused a prompt at once, or nearly so.
-    """
-    try:
-        await answers.accepted(ACCEPT_SECONDS)
-    except BaseException:
-        await answers.close()
-        raise
-    return EventStream(
-        render(answers),
-        render_error=render_error,
-        ping=ping,
-        terminator=terminator,
-        headers=headers,
-        cleanup=answers.close,
-    )
 
 
 async def start_early(payloads: AsyncGenerator[str]) -> AsyncGenerator[str]:

@@ -12,10 +12,10 @@ from backends.exllamav3.plan_report import draw_plan
 from common.caching import PlanBasis
 from common.errors import AuthenticationFailed, InvalidRequest, Unsupported
 from common.tabby_config import merge_load_settings
+from endpoints.answering import asked_by
 from endpoints.core.types.cache import CacheChange, CacheExplanation, CachePlan, CachePlanQuery, CacheReport
 from endpoints.OAI.types.chat import ChatCompletionRequest
 from endpoints.OAI.types.completion import CompletionRequest
-from endpoints.OAI.utils.generation import asked_by
 from endpoints.OAI.utils.requests import asked_in_chat, asked_in_completion
 from endpoints.routing import ADMIN, API, CoreRoute
 from endpoints.state import ServerState, State

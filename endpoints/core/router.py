@@ -28,10 +28,10 @@ from endpoints.core.types.server import (
     Version,
 )
 from endpoints.core.types.template import TemplateList, TemplateSwitch
-from endpoints.errors import core_error
 from endpoints.routing import ADMIN, API, OPEN, CoreRoute
 from endpoints.state import ServerState, State, check_load, loaded_info
 from endpoints.streaming import STREAMED, EventStream, start_early
+from endpoints.wire import CORE
 
 router = APIRouter(route_class=CoreRoute)
 v1 = APIRouter(route_class=CoreRoute)  # below /v1
@@ -125,7 +125,7 @@ async def load_model(body: ModelLoadRequest, state: State) -> Response:
     settings = merge_load_settings(state.settings, model_directory=directory, request=body.parameters())
     await check_load(directory, settings, state.presets)
     events = await start_early(_load_events(state.manager, directory, settings, skip_queue=body.skip_queue))
-    return EventStream(events, render_error=core_error, ping=state.settings.network.sse_ping_interval)
+    return EventStream(events, wire=CORE, ping=state.settings.network.sse_ping_interval)
 
 
 async def _load_events(

@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from hashlib import blake2s
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
-from fastapi import Request, Response
-from loguru import logger
 from pydantic import BaseModel
 
-from backends.client import EngineClient
 from backends.messages import ModelInfo
 from common import generation
 from common.errors import InvalidRequest, Unsupported
@@ -30,9 +27,7 @@ from common.generation import (
     Thoughts,
 )
 from common.limits import MAX_ANSWERS
-from endpoints.admission import place_of
 from endpoints.core.types.cache import CacheExplanation
-from endpoints.errors import openai_error
 from endpoints.OAI.types.common import (
     Choice,
     CompletionTokensDetails,
@@ -42,15 +37,9 @@ from endpoints.OAI.types.common import (
     PromptTokensDetails,
     Usage,
 )
-from endpoints.request_log import record_generations
-from endpoints.state import ServerState
 from endpoints.streaming import (
-    DONE,
-    Answers,
-    EventStream,
     IndexedEvents,
     Queued,
-    stream_answers,
 )
 
 P = TypeVar("P", bound=Choice)
@@ -58,83 +47,7 @@ R = TypeVar("R", bound=BaseModel)
 C = TypeVar("C", bound=BaseModel)
 T = TypeVar("T")
 
-T_co = TypeVar("T_co", covariant=True)
-
-# Names the samplers that a request turns on and the engine lacks.
-IGNORED_HEADER: Final = "X-Ignored-Parameters"
-
-
-class Renderer(Protocol[T_co]):
-    """What renders the answers to one request, for any API."""
-
-    def stream(self, answers: IndexedEvents) -> AsyncIterator[str]:
-        """One JSON text for each server-sent event, the terminator left out."""
-
-    async def collect(self, answers: IndexedEvents) -> T_co:
-        """The whole response."""
-
-    def finish_reason(self, index: int, finish: Finish) -> FinishReason:
-        """How an answer that was read to its finish has ended, as the client is told."""
-
-
-async def respond(
-    request: Request,
-    response: Response,
-    state: ServerState,
-    client: EngineClient,
-    generations: Sequence[GenerationRequest],
-    codec: Renderer[T],
-    fields: GenerationFields,
-    *,
-    ping: int | None = None,
-    terminator: str | None = DONE,
-) -> T | EventStream:
-    """The answers to a request, as a whole or as a stream.
-
-    Args:
-        response: gets the headers of an answer that is not streamed.
-        ping: seconds between the comments of a stream, where the request says; none for 0 and below.
-        terminator: of a stream, as the API has it.
-    """
-    headers: dict[str, str] = {}
-    if ignored := ", ".join(fields.without_effect()):
-        logger.info("The engine has no sampler for {}; the request goes on without", ignored)
-        headers[IGNORED_HEADER] = ignored
-    generations = asked_by(request, fields, generations)
-    await record_generations(request, state.settings.logging, generations)
-    answers = Answers(
-        client,
-        generations,
-        metrics=state.metrics,
-        endpoint=request.scope["route"].path,
-        place=place_of(request),
-        finish_reason=codec.finish_reason,
-    )
-    if fields.stream and not state.settings.developer.disable_request_streaming:
-        return await stream_answers(
-            answers,
-            codec.stream,
-            render_error=openai_error,
-            ping=state.settings.network.sse_ping_interval if ping is None else max(0, ping),
-            terminator=terminator,
-            headers=headers,
-        )
-    response.headers.update(headers)
-    async with answers:
-        return await codec.collect(answers)
-
-
 # --- requests -----------------------------------------------------------------------------------------------------
-
-
-def asked_by(
-    request: Request, fields: GenerationFields, generations: Iterable[GenerationRequest]
-) -> list[GenerationRequest]:
-    """The requests of a front end, each with whose it is and whether to explain what was cached of it."""
-    return [
-        msgspec.structs.replace(generation, owner=request.state.owner, explain_cache=fields.explain_cache)
-        for generation in generations
-    ]
 
 
 def generation_requests(

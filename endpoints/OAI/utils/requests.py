@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from loguru import logger
+
 from backends.client import EngineClient
 from common.errors import check_characters
 from common.generation import GenerationRequest
@@ -46,3 +48,15 @@ async def asked_in_chat(
     turn = await state.prompts.run(partial(ChatTurn, body, writer))
     constraints = await compiling(partial(turn.constraints, given, loaded_info(client).control_tokens))
     return turn, turn.requests(constraints)
+
+
+async def begun_chat(
+    body: ChatCompletionRequest, state: ServerState, client: EngineClient
+) -> tuple[ChatTurn, list[GenerationRequest]]:
+    """`asked_in_chat()` for what is then generated: what is remarkable about it is told in the log."""
+    turn, generations = await asked_in_chat(body, state, client)
+    if (broken := turn.prompt.broken) is not None:
+        logger.info("{}", broken.describe(quote=state.settings.logging.log_prompt))
+    if turn.prompt.tools.declared:
+        await state.warn_tools_unknown(client)
+    return turn, generations

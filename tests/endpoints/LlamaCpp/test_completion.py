@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from endpoints.OAI.utils.generation import IGNORED_HEADER
+from endpoints.answering import IGNORED_HEADER
 from tests.endpoints.front_ends import SILLYTAVERN_NEUTRAL
 from tests.endpoints.running import RunningServer
 

@@ -9,6 +9,7 @@ from loguru import logger
 from pydantic import AliasChoices, ValidationError
 
 from common.sampling import RequestModel
+from endpoints.answering import IGNORED_HEADER
 from endpoints.OAI.types.chat import ChatCompletionRequest, ReasoningOptions, ThinkingOptions
 from endpoints.OAI.types.common import GenerationFields, ResponseFormat, StreamOptions, StructuredOutputs
 from endpoints.OAI.types.completion import CompletionRequest
@@ -21,7 +22,6 @@ from endpoints.OAI.types.tools import (
     ToolFunction,
     ToolSpec,
 )
-from endpoints.OAI.utils.generation import IGNORED_HEADER
 from tests.endpoints.OAI.test_chat import HI, chat, frames
 from tests.endpoints.running import RunningServer
 

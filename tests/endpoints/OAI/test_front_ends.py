@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.sampling import SamplingParameters
-from endpoints.OAI.utils.generation import IGNORED_HEADER
+from endpoints.answering import IGNORED_HEADER
 from tests.endpoints.front_ends import (
     OPEN_WEBUI_CHAT,
     OPEN_WEBUI_TASKS,
