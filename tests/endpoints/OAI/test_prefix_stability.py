@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 @pytest.fixture
 def log() -> Iterator[list[str]]:
     lines: list[str] = []
-    sink = logger.add(lines.append, format="{level} {message}", filter="endpoints.OAI.router")
+    sink = logger.add(lines.append, format="{level} {message}", filter="endpoints.OAI.utils.requests")
     yield lines
     logger.remove(sink)
 
