@@ -8,12 +8,12 @@ import contextvars
 from asyncio.subprocess import PIPE, Process, SubprocessStreamProtocol
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Generic, TypeVar
 
+import msgspec
 from loguru import logger
 
 from backends import messages
-from backends.messages import FromEngine, ToEngine
 from backends.printed import PrintedLines
 from common.errors import EngineFailed, EngineHangs, ModelLoadFailed
 from common.hidden_paths import hide_paths
@@ -31,7 +31,7 @@ KILL_SECONDS = 30.0
 # Waits into which the time is cut for which a process may say nothing.
 WATCHDOG_WAITS = 20
 
-Receive: TypeAlias = Callable[[FromEngine], None]
+Said = TypeVar("Said")  # the union of what a process says
 
 
 class _Protocol(SubprocessStreamProtocol):
@@ -46,7 +46,7 @@ class _Protocol(SubprocessStreamProtocol):
         self.exited.set()
 
 
-class EngineProcess:
+class EngineProcess(Generic[Said]):
     """A process from its start to its end; `ended` is done when nothing more can come from it.
 
     Attributes:
@@ -55,7 +55,12 @@ class EngineProcess:
     """
 
     def __init__(
-        self, name: str, transport: asyncio.SubprocessTransport, protocol: _Protocol, receive: Receive
+        self,
+        name: str,
+        transport: asyncio.SubprocessTransport,
+        protocol: _Protocol,
+        decoder: msgspec.msgpack.Decoder[Said],
+        receive: Callable[[Said], None],
     ) -> None:
         """For `start()`."""
         self.heard_at = 0.0
@@ -63,6 +68,7 @@ class EngineProcess:
         self._transport = transport
         self._exited = protocol.exited
         self._process = Process(transport, protocol, asyncio.get_running_loop())
+        self._decoder = decoder
         self._receive = receive
         self._printed = PrintedLines(name)
         self._fault: EngineFailed | None = None
@@ -70,12 +76,19 @@ class EngineProcess:
         self.ended = asyncio.create_task(self._follow(), context=contextvars.Context())
 
     @classmethod
-    async def start(cls, name: str, command: Sequence[str], receive: Receive) -> EngineProcess:
+    async def start(
+        cls,
+        name: str,
+        command: Sequence[str],
+        decoder: msgspec.msgpack.Decoder[Said],
+        receive: Callable[[Said], None],
+    ) -> EngineProcess[Said]:
         """Start a process.
 
         Args:
             name: of its model, for messages.
             command: its command line.
+            decoder: of the messages that it sends.
             receive: called with each message that comes. What it raises ends the process.
 
         Raises:
@@ -98,7 +111,7 @@ class EngineProcess:
                 f"The engine process of {name} cannot be started: {error.strerror}. The system may lack memory, "
                 "processes or open files."
             ) from error
-        return cls(name, transport, protocol, receive)
+        return cls(name, transport, protocol, decoder, receive)
 
     @property
     def pid(self) -> int:
@@ -109,7 +122,7 @@ class EngineProcess:
         """None while it runs."""
         return self._process.returncode
 
-    def write(self, message: ToEngine) -> None:
+    def write(self, message: msgspec.Struct) -> None:
         """Queue a message. Raises `RequestTooLarge` for one that no frame holds."""
         assert self._process.stdin is not None
         self._process.stdin.write(messages.frame(message))
@@ -208,7 +221,7 @@ class EngineProcess:
             self.heard_at = loop.time()
             read += part
             for body in messages.take_frames(read):
-                self._receive(messages.from_engine_decoder.decode(body))
+                self._receive(self._decoder.decode(body))
 
     async def _read_printed(self) -> None:
         stderr = self._process.stderr
