@@ -6,11 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
+import msgspec
+
+from common.download_messages import DownloadRequest, RepoType
 from common.settings_catalog import ALL_SETTINGS, CATALOG, SECTIONS, Setting, did_you_mean
 
-Command: TypeAlias = Literal["serve", "plan", "export-config", "export-openapi"]
+Command: TypeAlias = Literal["serve", "plan", "download", "export-config", "export-openapi"]
 
 CONFIG_HELP = "YAML file whose values count before those of config.yml"
 
@@ -43,6 +46,7 @@ class Arguments:
         config_file: the file given by `--config`.
         export_path: where a sub-command writes.
         plan: of the sub-command of that name; None for others.
+        download: as well.
     """
 
     command: Command = "serve"
@@ -50,6 +54,7 @@ class Arguments:
     config_file: str | None = None
     export_path: str = ""
     plan: PlanArguments | None = None
+    download: DownloadRequest | None = None
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -88,6 +93,38 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=CONFIG_HELP)
     for setting in ALL_SETTINGS:
         _add_setting(plan, setting, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    download = commands.add_parser(
+        "download",
+        help="download a model from the Hugging Face Hub",
+        description="Download a repository of the Hugging Face Hub to a new folder in model_dir. What has come is kept "
+        "when it is interrupted; the same command goes on from there.",
+        usage="main.py download REPO [OPTION ...]",
+    )
+    download.add_argument("repo_id", metavar="REPO", help="owner/name")
+    download.add_argument("--folder-name", metavar="NAME", help="the new folder (default: the repository's name)")
+    download.add_argument("--revision", metavar="NAME", help="branch, tag or commit (default: the main branch)")
+    download.add_argument("--token", metavar="TOKEN", help="for private and gated repositories (default: HF_TOKEN)")
+    for option, text in (
+        ("--include", "only files whose path matches one of these, such as '*.json', in quotes"),
+        ("--exclude", "and none of these"),
+    ):
+        download.add_argument(option, metavar="GLOB", nargs="+", action="extend", help=text)
+    download.add_argument(
+        "--type",
+        dest="repo_type",
+        choices=get_args(RepoType),
+        default="model",
+        help="whose folder it goes to: model_dir (default), lora_dir, draft_model_dir or embedding_model_dir",
+    )
+    download.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=CONFIG_HELP)
+    for section, key in (
+        ("model", "model_dir"),
+        ("lora", "lora_dir"),
+        ("draft_model", "draft_model_dir"),
+        ("embeddings", "embedding_model_dir"),
+    ):
+        setting = CATALOG[section][key]
+        _add_setting(download, setting, default=argparse.SUPPRESS, help=setting.description.replace("%", "%%"))
     export_config = commands.add_parser(
         "export-config", help="write a sample of config.yml", usage=usage.format("export-config")
     )
@@ -134,6 +171,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     known = {setting.option for setting in ALL_SETTINGS} | {"--config", "--help", "--export-path"}
     if "plan" in argv:
         known |= {"--model", "--prompt-tokens", "--boundaries", "--plot", "--json"}
+    if "download" in argv:
+        known |= {"--folder-name", "--revision", "--token", "--include", "--exclude", "--type"}
     for argument in argv:
         option = argument.split("=")[0]
         if option.startswith("--") and option not in known:
@@ -156,4 +195,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         plan=PlanArguments(**{key.name: parsed[key.name] for key in fields(PlanArguments)})
         if parsed["command"] == "plan"
         else None,
+        download=_download(parsed) if parsed["command"] == "download" else None,
     )
+
+
+def _download(parsed: dict[str, Any]) -> DownloadRequest:
+    given = {name: parsed[name] for name in DownloadRequest.__struct_fields__ if parsed.get(name) is not None}
+    return msgspec.convert(given, DownloadRequest)

@@ -9,6 +9,7 @@ from typing import Final
 # Names that Windows opens as devices in every folder, whatever follows the first dot.
 _DEVICE: Final = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]) *(\..*)?", re.IGNORECASE)
 _DRIVE: Final = re.compile(r"[A-Za-z]:")
+_LATEST: Final = ":latest"
 
 
 def is_plain_name(name: str) -> bool:
@@ -33,3 +34,13 @@ def path_within(folder: Path, name: str) -> Path | None:
     """
     parts = name.split("/")
     return folder.joinpath(*parts) if all(map(is_plain_name, parts)) else None
+
+
+def tagged(name: str) -> str:
+    """A model's name as Ollama's clients know names: with a tag."""
+    return name if ":" in name else name + _LATEST
+
+
+def untagged(name: str) -> str:
+    """A model's name without the tag that stands for none."""
+    return name.removesuffix(_LATEST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.args import Arguments, PlanArguments, build_parser, parse_arguments
+from common.download_messages import DownloadRequest
 from common.settings_catalog import ALL_SETTINGS, CATALOG
 
 
@@ -103,3 +104,40 @@ def test_help_lists_every_setting_under_its_section() -> None:
     assert all(f"\n{section}:\n" in text for section in CATALOG)
     assert "export-config" in text
     assert "export-openapi" in text
+
+
+def test_download() -> None:
+    arguments = parse_arguments(["download", "owner/name"])
+    assert (arguments.command, arguments.download) == ("download", DownloadRequest(repo_id="owner/name"))
+    arguments = parse_arguments(
+        [
+            *("--model-dir", "a", "--lora-dir", "b", "download", "owner/name", "--include", "*.json", "b", "--exclude"),
+            *("c", "--include", "d", "--revision", "dev", "--folder-name", "mine", "--token", "t", "--type", "lora"),
+            *("--lora-dir", "c"),
+        ]
+    )
+    assert arguments.download == DownloadRequest(
+        repo_id="owner/name",
+        repo_type="lora",
+        folder_name="mine",
+        revision="dev",
+        token="t",
+        include=("*.json", "b", "d"),
+        exclude=("c",),
+    )
+    assert arguments.options == {"model": {"model_dir": "a"}, "lora": {"lora_dir": "c"}}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["download"], "required: REPO"),
+        (["download", "owner/name", "--type", "dataset"], "invalid choice: 'dataset'"),
+        (["download", "owner/name", "--includes", "*"], "Unknown option --includes. Did you mean --include?"),
+        (["--revision", "dev"], "Unknown option --revision"),
+    ],
+)
+def test_downloads_that_are_none(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(argv)
+    assert message in capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import InvalidRequest, ModelNotFound
 from common.model_folder import model_folder
-from common.names import is_plain_name, path_within
+from common.names import is_plain_name, path_within, tagged, untagged
 
 # Texts that could lead somewhere else, on one system or another.
 HOSTILE_NAMES = [
@@ -84,3 +84,9 @@ def test_a_folder_that_is_linked_into_the_directory_is_in_it(tmp_path: Path) -> 
     except OSError:
         pytest.skip("this system makes no links for everybody")
     assert model_folder(tmp_path / "models", "linked") == tmp_path / "models" / "linked"
+
+
+def test_tags() -> None:
+    names = ("alpha", "author/alpha", "alpha:8b")
+    assert [tagged(name) for name in names] == ["alpha:latest", "author/alpha:latest", "alpha:8b"]
+    assert [untagged(tagged(name)) for name in names] == list(names)
