@@ -1,8 +1,8 @@
-"""The places in a chat's prompt where prompts really change: at the beginnings of messages.
+"""The places in a chat's prompt where prompts really change: at the beginnings of messages, or where a client says.
 
 What a template writes of a conversation does not say where its messages are. So it is rendered once more, with a mark
-at the beginning of those that matter, and what stands before each mark is compared with the prompt. A mark that changes
-what is written before it tells nothing: its place is left out.
+at each place that matters, and what stands before each mark is compared with the prompt. A mark that changes what is
+written before it tells nothing: its place is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from uuid import uuid4
 from pydantic import Field, StrictInt
 
 from common.config_models import PAGE_TOKENS
-from common.conversations import SYSTEM_ROLES, Message
+from common.conversations import SYSTEM_ROLES, Message, Place
 from common.errors import InvalidRequest
 from common.prefixes import Seam, WrittenPrompt, common_length
 from common.splicing import Render
@@ -67,16 +67,16 @@ def turning_points(messages: Sequence[Message], user_turns: int) -> set[int]:
 # --- in the text of the template ----------------------------------------------------------------------------------
 
 
-def starts_kept(earlier: WrittenPrompt, prompt: str) -> dict[int, int]:
-    """The starts of messages that are known of an earlier prompt of a conversation and are the same in this one."""
+def starts_kept(earlier: WrittenPrompt, prompt: str) -> dict[Place, int]:
+    """The starts that are known of an earlier prompt of a conversation and are the same in this one."""
     same = common_length(earlier.plain, prompt) if earlier.starts else 0
-    return {index: place for index, place in earlier.starts.items() if place <= same}
+    return {place: start for place, start in earlier.starts.items() if start <= same}
 
 
 def starts_of(
-    messages: Sequence[Message], indexes: Collection[int], prompt: str, render: Render, known: Mapping[int, int]
-) -> dict[int, int]:
-    """Where the text of some messages begins in a prompt: characters before it, by index of the message.
+    messages: Sequence[Message], places: Collection[Place], prompt: str, render: Render, known: Mapping[Place, int]
+) -> dict[Place, int]:
+    """Where the texts of some places begin in a prompt: characters before them.
 
     Up to there a prompt stays as it is whatever that text becomes. Those that cannot be told are left out.
 
@@ -84,31 +84,36 @@ def starts_of(
         prompt: what the template makes of the whole conversation.
         render: called once, if not all are known.
     """
-    starts = {index: known[index] for index in indexes if index in known}
-    if unknown := [index for index in indexes if index not in known]:
+    starts = {place: known[place] for place in places if place in known}
+    if unknown := [place for place in places if place not in known]:
         starts |= _found(messages, unknown, prompt, render)
     return starts
 
 
-def _found(messages: Sequence[Message], indexes: Collection[int], prompt: str, render: Render) -> dict[int, int]:
+def _found(messages: Sequence[Message], places: Collection[Place], prompt: str, render: Render) -> dict[Place, int]:
     mark = str(uuid4().int)  # which nobody can have put into a message, and no template writes in another way
+    ordered = sorted(places)
     marked = list(messages)
-    for index in indexes:
-        marked[index] = _marked(messages[index], f"{mark}_{index}_")
+    for number, (index, characters) in reversed(list(enumerate(ordered))):  # so that no mark moves a later place
+        marked[index] = _marked(marked[index], f"{mark}_{number}_", characters)
     with suppress(InvalidRequest):  # the template refuses a text there
-        return _places(render(marked, whole=True).text, prompt, re.compile(rf"{mark}_(\d+)_"))
+        starts = _starts(render(marked, whole=True).text, prompt, re.compile(rf"{mark}_(\d+)_"))
+        return {ordered[number]: start for number, start in starts.items()}
     return {}
 
 
-def _marked(message: Message, mark: str) -> Message:
-    """With a mark before its thought too, which some templates show and others leave out."""
+def _marked(message: Message, mark: str, characters: int) -> Message:
+    """With a mark in its content; at its beginning also before its thought, which only some templates show."""
+    if characters:
+        content = message.get("content") or ""
+        return {**message, "content": content[:characters] + mark + content[characters:]}
     shown = [name for name in ("reasoning_content", "content") if message.get(name)] or ["content"]
     return {**message, **{name: mark + (message.get(name) or "") for name in shown}}
 
 
-def _places(marked: str, prompt: str, mark: re.Pattern[str]) -> dict[int, int]:
+def _starts(marked: str, prompt: str, mark: re.Pattern[str]) -> dict[int, int]:
     """The first place of each mark in a prompt that has none, as far as the two texts agree."""
-    places: dict[int, int] = {}
+    starts: dict[int, int] = {}
     place = end = 0
     for match in mark.finditer(marked):
         between = marked[end : match.start()]
@@ -118,8 +123,8 @@ def _places(marked: str, prompt: str, mark: re.Pattern[str]) -> dict[int, int]:
             break
         place += len(between)
         end = match.end()
-        places.setdefault(int(match[1]), place)
-    return places
+        starts.setdefault(int(match[1]), place)
+    return starts
 
 
 def _kept_blanks(text: str, prompt: str, place: int) -> int:
@@ -133,7 +138,7 @@ def _kept_blanks(text: str, prompt: str, place: int) -> int:
 
 
 def sent_starts(written: WrittenPrompt) -> list[int]:
-    """Where messages begin in a prompt as it is sent, in order; those of which that is known.
+    """Where texts begin in a prompt as it is sent, in order; those of which that is known.
 
     Left out are those in a stretch for which the model's own text stands, unless it begins with the same.
     """

@@ -35,6 +35,18 @@ You get the results in the next message. Where no function helps, answer without
 _EXAMPLE: Final = Call("FUNCTION_NAME", '{"PARAMETER_NAME": "VALUE"}')
 
 
+class Place(NamedTuple):
+    """A place in a conversation.
+
+    Attributes:
+        message: its index.
+        characters: of its content before the place. 0: the message begins there, with its thought where it has one.
+    """
+
+    message: int
+    characters: int = 0
+
+
 class _Step(NamedTuple):
     change: Callable[[list[Message]], list[Message]]
     description: str

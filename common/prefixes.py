@@ -17,7 +17,7 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from common.conversations import Message
+from common.conversations import Message, Place
 from common.generation import TextSpan
 from common.templating import RenderedPrompt
 
@@ -100,13 +100,13 @@ class WrittenPrompt(NamedTuple):
         prompt: as it is sent.
         plain: text that the template alone would have written.
         seams: in their order.
-        starts: where messages begin in the plain text, by index, as far as somebody wanted to know.
+        starts: where texts begin in the plain text, by their place, as far as somebody wanted to know.
     """
 
     prompt: RenderedPrompt
     plain: str
     seams: Sequence[Seam] = ()
-    starts: Mapping[int, int] = MappingProxyType({})
+    starts: Mapping[Place, int] = MappingProxyType({})
 
     @staticmethod
     def by_template(prompt: RenderedPrompt) -> WrittenPrompt:

@@ -15,7 +15,7 @@ from common.boundaries import (
     starts_of,
     turning_points,
 )
-from common.conversations import Message
+from common.conversations import Message, Place
 from common.errors import InvalidRequest
 from common.prefixes import Seam, WrittenPrompt
 from common.templating import RenderedPrompt
@@ -46,8 +46,8 @@ def plainly(messages: Sequence[Message], index: int) -> str:
 def found(template: Template, messages: Sequence[Message], *indexes: int) -> dict[int, str]:
     """What stands from each start on."""
     prompt = template(messages, whole=True).text
-    starts = starts_of(messages, indexes, prompt, template, {})
-    return {index: prompt[place:] for index, place in starts.items()}
+    starts = starts_of(messages, [Place(index) for index in indexes], prompt, template, {})
+    return {place.message: prompt[start:] for place, start in starts.items()}
 
 
 CHAT = [said("system", "s"), said("user", "one"), said("assistant", "yes"), said("user", "two")]
@@ -194,17 +194,42 @@ def test_the_same_texts_everywhere() -> None:
 def test_what_is_known_is_not_looked_for() -> None:
     template = Template(plainly)
     prompt = template(CHAT, whole=True).text
-    assert starts_of(CHAT, [1, 3], prompt, template, {0: 1, 1: 2, 3: 4}) == {1: 2, 3: 4}
+    first, second = Place(1), Place(3)
+    assert starts_of(CHAT, [first, second], prompt, template, {Place(0): 1, first: 2, second: 4}) == {
+        first: 2,
+        second: 4,
+    }
     assert template.rendered == 1
-    assert starts_of(CHAT, [1, 3], prompt, template, {1: 2}) == {1: 2, 3: prompt.index("two")}
+    assert starts_of(CHAT, [first, second], prompt, template, {first: 2}) == {first: 2, second: prompt.index("two")}
+    assert template.rendered == 2
+
+
+@pytest.mark.parametrize("trims", [False, True])
+def test_places_inside_messages(trims: bool) -> None:
+    def show(messages: Sequence[Message], index: int) -> str:
+        content = messages[index]["content"]
+        return f"<{messages[index]['role']}>{content.strip() if trims else content}</>"
+
+    messages = [said("user", "  doc\n\nask"), said("assistant", "yes"), said("user", "a b")]
+    template = Template(show)
+    prompt = template(messages, whole=True).text
+    places = [Place(2, 2), Place(0, 7), Place(0), Place(2, 1), Place(2)]
+    starts = starts_of(messages, places, prompt, template, {})
+    assert {place: prompt[start:] for place, start in starts.items()} == {
+        Place(0): ("" if trims else "  ") + "doc\n\nask</><assistant>yes</><user>a b</>",
+        Place(0, 7): "ask</><assistant>yes</><user>a b</>",
+        Place(2): "a b</>",
+        Place(2, 1): " b</>",
+        Place(2, 2): "b</>",
+    }
     assert template.rendered == 2
 
 
 def test_what_stays_known_in_the_next_prompt() -> None:
-    earlier = WrittenPrompt(RenderedPrompt("", [], []), "<s>a<u>b<u>c", starts={1: 7, 2: 11})
-    assert starts_kept(earlier, "<s>a<u>b<u>c and more") == {1: 7, 2: 11}
-    assert starts_kept(earlier, "<s>a<u>b<u>other") == {1: 7, 2: 11}
-    assert starts_kept(earlier, "<s>a<u>other") == {1: 7}
+    earlier = WrittenPrompt(RenderedPrompt("", [], []), "<s>a<u>b<u>c", starts={Place(1): 7, Place(2): 11})
+    assert starts_kept(earlier, "<s>a<u>b<u>c and more") == {Place(1): 7, Place(2): 11}
+    assert starts_kept(earlier, "<s>a<u>b<u>other") == {Place(1): 7, Place(2): 11}
+    assert starts_kept(earlier, "<s>a<u>other") == {Place(1): 7}
     assert starts_kept(earlier, "<s>other") == {}
     assert starts_kept(earlier._replace(starts={}), "<s>a") == {}
 
@@ -217,7 +242,7 @@ SEAMS = [Seam(PLAIN.index("two"), SENT.index("two")), Seam(PLAIN.index("ok"), SE
 
 
 def sent(*words: str, plain: str = PLAIN, text: str = SENT, seams: Sequence[Seam] = SEAMS) -> list[str]:
-    starts = {index: plain.index(word) for index, word in enumerate(words)}
+    starts = {Place(index): plain.index(word) for index, word in enumerate(words)}
     written = WrittenPrompt(RenderedPrompt(text, [], []), plain, seams, starts)
     return [text[place:] for place in sent_starts(written)]
 
