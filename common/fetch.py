@@ -1,4 +1,4 @@
-"""Images fetched by their http(s) URL, so that no request can make the server look around in a network of its own.
+"""Images loaded by their URL, so that no request can make the server look around in a network of its own.
 
 A host is looked up once. Unless its operator allows it, every address that the name has must be public; the connection
 goes to an address that was checked, while `Host`, SNI and certificate stay the name's. Each redirect starts anew. What
@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import cache, partial
+from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 import httpx
@@ -25,6 +26,7 @@ from loguru import logger
 from common.addresses import IPAddress, is_own, is_public, parse_address
 from common.config_models import NetworkConfig
 from common.errors import InvalidRequest, Unsupported
+from common.image_files import read_image_file
 from common.images import MAX_IMAGE_BYTES, MAX_REQUEST_BYTES, decode_data_url, scheme_of
 from common.limits import MAX_IMAGES
 
@@ -88,20 +90,31 @@ class ImageFetcher:
     Args:
         enabled: False refuses http(s) URLs.
         allowed_hosts: names and addresses that may be anything, on any port.
+        folder: with files that requests may name.
         resolver: looks names up.
     """
 
     def __init__(
-        self, *, enabled: bool = True, allowed_hosts: Sequence[str] = (), resolver: Resolver = resolve
+        self,
+        *,
+        enabled: bool = True,
+        allowed_hosts: Sequence[str] = (),
+        folder: Path | None = None,
+        resolver: Resolver = resolve,
     ) -> None:
         self._enabled = enabled
         self._allowed_names = frozenset(allowed_hosts)
         self._allowed_addresses = {address for host in allowed_hosts if (address := parse_address(host)) is not None}
+        self._folder = folder
         self._resolve = resolver
 
     @classmethod
     def of(cls, settings: NetworkConfig) -> ImageFetcher:
-        return cls(enabled=not settings.disable_fetch_requests, allowed_hosts=settings.fetch_allowed_hosts)
+        return cls(
+            enabled=not settings.disable_fetch_requests,
+            allowed_hosts=settings.fetch_allowed_hosts,
+            folder=Path(settings.image_dir) if settings.image_dir else None,
+        )
 
     async def load(self, sources: Sequence[ImageSource]) -> list[bytes]:
         """The images of one request, encoded as they come; `common.images.decode_image` reads them.
@@ -110,7 +123,7 @@ class ImageFetcher:
 
         Raises:
             InvalidRequest: they are too many or too large together, a URL is of no image, or it could not be fetched.
-            Unsupported: fetching is turned off.
+            Unsupported: fetching is turned off, or files may not be named.
         """
         if len(sources) > MAX_IMAGES:
             raise InvalidRequest(
@@ -119,10 +132,13 @@ class ImageFetcher:
         images: list[bytes] = []
         left = MAX_REQUEST_BYTES
         for url, param in sources:
-            if scheme_of(url, param) == "data":
-                image = decode_data_url(url, param)
-            else:
-                image = await self.fetch(url, param)
+            match scheme_of(url, param):
+                case "data":  # in a thread: the loop shall not wait for megabytes of base64
+                    image = await asyncio.to_thread(decode_data_url, url, param)
+                case "file":
+                    image = await asyncio.to_thread(read_image_file, url, self._folder, param)
+                case _:
+                    image = await self.fetch(url, param)
             left -= len(image)
             if left < 0:
                 raise InvalidRequest(

@@ -40,6 +40,15 @@ class Thoughts(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""  # text put at the end of a thought that has reached the budget
 
 
+class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
+    """A picture that a prompt shows, in one place or several."""
+
+    spans: list[TextSpan]  # of the prompt text: what stands for it, and is not a part of the prompt
+    digest: bytes  # of the data
+    data: bytes  # a whole file: PNG, JPEG, WEBP, GIF or BMP
+    param: str  # path of the request's field that it comes from, for errors
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt, one answer. `n` answers are `n` requests."""
 
@@ -48,6 +57,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_bos: bool | None = None  # None: as the model's tokenizer_config says; ignored for token ids
     encode_special_tokens: bool = True  # whether strings like <|im_end|> in the text become control tokens
     literals: list[TextSpan] = []  # parts of a prompt text where such strings are ordinary text all the same
+    images: list[ImageInput] = []  # with a prompt text only
     stop_strings: list[str] = []
     stop_tokens: list[int] = []  # beside the model's own end-of-sequence tokens
     max_tokens: int = 0  # 0: all that fits

@@ -1,4 +1,4 @@
-"""Images of requests: limits, data: URLs, and what their bytes hold."""
+"""Images of requests: limits, URLs, and what their bytes hold."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import re
 from typing import Final
 from urllib.parse import unquote_to_bytes, urlsplit
 
-from PIL import Image
+from PIL import Image, ImageOps
 
-from common.errors import InvalidRequest, Unsupported
+from common.errors import InvalidRequest
 
 MAX_IMAGE_BYTES: Final = 20 * 1024**2
 MAX_REQUEST_BYTES: Final = 64 * 1024**2  # of all images of one request
@@ -23,44 +23,27 @@ MAX_READS: Final = 100_000
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _WHITESPACE: Final = re.compile(rb"\s+")
 _URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")
+_JPEG: Final = b"\xff\xd8"  # also of pictures that Pillow calls MPO, several JPEGs in a file
 _START_OF_SCAN: Final = b"\xff\xda"  # of no other meaning in a JPEG: a scan's own 0xff is followed by a zero
 
 
-def read_image(url: str, param: str) -> Image.Image:
-    """The picture in a URL, decoded.
-
-    Args:
-        url: a data: URL; RFC 2397, with whatever line breaks and parameters.
-        param: path of the URL in the request, for errors.
-
-    Raises:
-        InvalidRequest: it is no URL of a picture, or the picture cannot be read.
-        Unsupported: the URL names something on another machine.
-    """
-    if scheme_of(url, param) != "data":
-        raise Unsupported(
-            "Images are not fetched from other machines; send the image itself, as a data: URL.", param=param
-        )
-    return decode_image(decode_data_url(url, param), param)
-
-
 def scheme_of(url: str, param: str) -> str:
-    """data, http or https. Raises InvalidRequest for anything else."""
+    """data, http, https or file. Raises InvalidRequest for anything else."""
     try:
         scheme = urlsplit(url.strip()).scheme
     except ValueError:  # such as a bracket that belongs to no IPv6 address
         scheme = ""
-    if scheme in ("data", "http", "https"):
+    if scheme in ("data", "http", "https", "file"):
         return scheme
     raise InvalidRequest(
-        "An image needs a data: URL, such as data:image/png;base64,..."
+        "An image needs a URL, such as data:image/png;base64,..."
         + (f" The scheme {scheme}: is not allowed." if scheme else ""),
         param=param,
     )
 
 
 def decode_data_url(url: str, param: str) -> bytes:
-    """What a data: URL holds. Raises InvalidRequest."""
+    """What a data: URL holds: RFC 2397, with whatever line breaks and parameters. Raises InvalidRequest."""
     header, comma, data = url.strip().partition(",")
     if not comma:
         raise InvalidRequest("The data: URL has no comma, after which its data would follow.", param=param)
@@ -76,19 +59,32 @@ def decode_data_url(url: str, param: str) -> bytes:
 
 
 class _Reader(io.BytesIO):
-    """What a decoder reads, in a bounded number of steps."""
+    """What a decoder reads, in a bounded number of steps, and of a JPEG with a bounded number of scans.
 
-    _left = MAX_READS
+    What is not read does not count: phones put a film behind the picture.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._is_jpeg = data.startswith(_JPEG)
+        self._reads = self._scans = 0
 
     def read(self, size: int | None = -1, /) -> bytes:
-        self._left -= 1
-        if self._left < 0:
+        part = super().read(size)
+        self._reads += 1
+        if self._reads > MAX_READS:
             raise ValueError("too many parts")
-        return super().read(size)
+        if self._is_jpeg:
+            self._scans += part.count(_START_OF_SCAN)
+            if self._scans > MAX_SCANS:
+                raise ValueError("too many scans")
+        return part
 
 
 def decode_image(data: bytes, param: str) -> Image.Image:
-    """The picture in some bytes; of an animation the first frame.
+    """The picture in some bytes, upright and in RGB; of an animation the first frame.
+
+    What is transparent is seen on white. Of 16 bits a pixel, the upper eight are taken.
 
     What it takes to decode is bounded by the size that the header promises, which is looked at first.
 
@@ -101,11 +97,13 @@ def decode_image(data: bytes, param: str) -> Image.Image:
         raise InvalidRequest(f"The image is larger than {MAX_IMAGE_BYTES // 1024**2} MB.", param=param)
     try:
         image = Image.open(_Reader(data), formats=_FORMATS)
-        if image.format == "JPEG" and data.count(_START_OF_SCAN) > MAX_SCANS:
-            raise ValueError("too many scans")
         if image.width * image.height <= MAX_PIXELS:
             image.load()
-            return image
+            return _rgb(ImageOps.exif_transpose(image))
+    except Image.DecompressionBombError as error:  # of Pillow's own limit, which is higher
+        raise InvalidRequest(
+            f"The image has too many pixels; at most {MAX_PIXELS // 1_000_000} million are read.", param=param
+        ) from error
     except Exception as error:
         # The decoders read foreign bytes, and fail on them in many ways; what they say names objects of theirs.
         raise InvalidRequest(
@@ -115,3 +113,13 @@ def decode_image(data: bytes, param: str) -> Image.Image:
         f"The image has {image.width} x {image.height} pixels; at most {MAX_PIXELS // 1_000_000} million are read.",
         param=param,
     )
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
+        image = image.convert("I").point(lambda value: value / 256).convert("L")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image).convert("RGB")

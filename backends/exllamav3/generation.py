@@ -18,7 +18,16 @@ from typing import Any
 
 from backends.exllamav3.cache_lookup import Lookup, look_up
 from backends.exllamav3.checkpoints import boundary_pages
-from backends.exllamav3.engine import AsyncGenerator, Job, Model, Tensor, Tokenizer, token_tensor
+from backends.exllamav3.engine import (
+    FIRST_IMAGE_ID,
+    AsyncGenerator,
+    Job,
+    MMEmbedding,
+    Model,
+    Tensor,
+    Tokenizer,
+    token_tensor,
+)
 from backends.exllamav3.explanation import explain
 from backends.exllamav3.grammar import GrammarFilter
 from backends.exllamav3.jobs import AsyncCheckpointJob, CheckpointLedger, Placement
@@ -29,6 +38,7 @@ from backends.exllamav3.sampler import JobSampler, build_sampler
 from backends.exllamav3.thoughts import ThoughtBudget
 from backends.exllamav3.token_bytes import REPLACEMENT, TokenBytes, token_bytes
 from backends.exllamav3.turns import Turns
+from backends.exllamav3.vision import Vision, embedded, inserts_of
 from common.caching import CacheExplanation
 from common.config_models import PAGE_TOKENS
 from common.errors import InvalidRequest, Unsupported, check_token_ids, validate_context_requirements
@@ -47,6 +57,8 @@ from common.parsing.thoughts import ThoughtTracker, ending
 
 # A loop is a string that fills the detection window at least this many times.
 LOOP_REPETITIONS = 2
+# Stands for an image where a prompt is told.
+IMAGE_TEXT = b"[image]"
 # Times in a row that the engine may take back banned strings: each costs a step, and a list can ban all that there is.
 MOST_REWINDS = 1000
 
@@ -66,6 +78,7 @@ class Served:
     """A loaded model, and what its requests have in common.
 
     Attributes:
+        vision: None where the model takes no images.
         add_bos: whether a text gets a BOS token when the request does not say.
         ledger: of the generator's checkpoints.
         turns: of the generator's queue.
@@ -76,6 +89,7 @@ class Served:
     generator: AsyncGenerator
     tokenizer: Tokenizer
     encoder: PromptEncoder
+    vision: Vision | None
     eos_token_ids: list[int]
     add_bos: bool
     limits: Limits
@@ -121,6 +135,7 @@ def start_job(request: GenerationRequest, served: Served) -> EngineJob | PromptJ
             request.owner,
             served.on_results,
             input_ids=prompt.ids,
+            embeddings=prompt.embeddings,
             max_new_tokens=prompt.max_new_tokens,
             min_new_tokens=request.min_tokens,
             sampler=sampler,
@@ -165,12 +180,14 @@ class _Prompt:
 
     Attributes:
         ids: (1, tokens).
+        embeddings: of its images.
         boundaries: in tokens; none without recurrent layers.
         max_rq_tokens: of the answer, those that room is reserved for at a time; None for all at once.
         healed: the last token, where it is sampled again.
     """
 
     ids: Tensor
+    embeddings: list[MMEmbedding]
     boundaries: list[int]
     max_new_tokens: int
     max_rq_tokens: int | None
@@ -180,7 +197,10 @@ class _Prompt:
 def _read_prompt(request: GenerationRequest, served: Served) -> _Prompt:
     limits = served.limits
     recurrent = served.generator.generator.recurrent_cache is not None
-    ids, boundaries = _prompt_ids(request, served, placed=recurrent)
+    if request.images and request.echo:  # log-probabilities of a prompt come from a pass that knows texts only
+        raise Unsupported("A prompt with images cannot be reported.", param=request.images[0].param)
+    embeddings = embedded(served.vision, request.images)
+    ids, boundaries = _prompt_ids(request, served, embeddings, placed=recurrent)
     max_new_tokens = validate_context_requirements(
         ids.shape[-1],
         limits.max_seq_len,
@@ -194,7 +214,7 @@ def _read_prompt(request: GenerationRequest, served: Served) -> _Prompt:
     healed = _healed_token(ids, served.tokenizer) if request.token_healing and not filtered else None
     # For an answer shorter than that the engine would reserve as much all the same, and others would have to wait.
     chunked = limits.max_rq_tokens is not None and limits.max_rq_tokens < max_new_tokens
-    return _Prompt(ids, boundaries, max_new_tokens, limits.max_rq_tokens if chunked else None, healed)
+    return _Prompt(ids, embeddings, boundaries, max_new_tokens, limits.max_rq_tokens if chunked else None, healed)
 
 
 def _explain_prompt(request: GenerationRequest, prompt: _Prompt, served: Served, found: Lookup) -> CacheExplanation:
@@ -440,7 +460,9 @@ def _prompt_echo(
     return PromptEcho(text, token_ids, engine.model, tokenizer.actual_vocab_size, tokens, request.logprobs)
 
 
-def _prompt_ids(request: GenerationRequest, served: Served, *, placed: bool) -> tuple[Tensor, list[int]]:
+def _prompt_ids(
+    request: GenerationRequest, served: Served, embeddings: list[MMEmbedding], *, placed: bool
+) -> tuple[Tensor, list[int]]:
     """The prompt and, where `placed`, its boundaries in tokens."""
     boundaries: list[int] = request.cache_boundaries if placed else []
     if isinstance(request.prompt, str):
@@ -450,6 +472,7 @@ def _prompt_ids(request: GenerationRequest, served: Served, *, placed: bool) -> 
             add_bos=served.add_bos if request.add_bos is None else request.add_bos,
             encode_special_tokens=request.encode_special_tokens,
             literals=request.literals,
+            inserts=inserts_of(request.images, embeddings),
         )
     else:
         check_token_ids(request.prompt, served.tokenizer.actual_vocab_size, "prompt")
@@ -475,7 +498,7 @@ def _healed_token(ids: Tensor, tokenizer: Tokenizer) -> int | None:
     a prompt must not become empty.
     """
     *before, last = _id_list(ids)
-    if not before or last in tokenizer.extended_id_to_piece:
+    if not before or last in tokenizer.extended_id_to_piece or last >= FIRST_IMAGE_ID:
         return None
     piece: str = tokenizer.get_id_to_piece_list(False)[last]
     return last if piece and REPLACEMENT not in piece else None
@@ -498,7 +521,13 @@ def _id_list(ids: Tensor | None) -> list[int]:
 
 
 def _text(token_ids: list[int], tokens: TokenBytes) -> str:
-    return b"".join(tokens[token_id] for token_id in token_ids).decode(errors="replace")
+    pieces: list[bytes] = []
+    for token_id in token_ids:
+        if token_id < FIRST_IMAGE_ID:
+            pieces.append(tokens[token_id])
+        elif pieces[-1:] != [IMAGE_TEXT]:
+            pieces.append(IMAGE_TEXT)
+    return b"".join(pieces).decode(errors="replace")
 
 
 def _cut_at_stop(text: str, stop_strings: list[str]) -> tuple[str, str | None]:

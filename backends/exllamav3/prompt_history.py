@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from common.caching import EVERYBODY
 
-TokenArray: TypeAlias = NDArray[np.int32]
+TokenArray: TypeAlias = NDArray[np.int64]  # ids of images grow without end
 
 MAX_OWNERS = 64
 MAX_ENTRIES = 64  # of one owner
-MAX_TOKENS = 8_000_000  # of all together; 4 bytes each
+MAX_TOKENS = 8_000_000  # of all together; 8 bytes each
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PromptHistory:
         """Add a prompt and as much of its answer as has been processed."""
         if not ids:
             return
-        new = np.asarray(ids, dtype=np.int32)
+        new = np.asarray(ids, dtype=np.int64)
         entries = self._entries.pop(owner, [])
         kept = []
         for entry in entries:
@@ -68,7 +68,7 @@ class PromptHistory:
 
         `EVERYBODY` sees those of all owners.
         """
-        asked = np.asarray(ids, dtype=np.int32)
+        asked = np.asarray(ids, dtype=np.int64)
         owners = self._entries if owner == EVERYBODY else [owner]
         best: Nearest | None = None
         for entry in (entry for name in owners for entry in self._entries.get(name, [])):

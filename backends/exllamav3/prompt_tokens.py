@@ -12,9 +12,9 @@ import json
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from loguru import logger
 from tokenizers import Tokenizer as HFTokenizer
@@ -25,6 +25,17 @@ from common.generation import TextSpan
 
 # What stands for a character inside a literal while control tokens are looked for; some need a word's end beside them.
 LETTER_MASK, MASK = "\u16a0", "\ue000"
+
+
+class Insert(NamedTuple):
+    """Token ids that a part of a text stands for, which is not read itself.
+
+    Attributes:
+        ids_at: the ids, for the position of the first of them in the prompt.
+    """
+
+    span: TextSpan
+    ids_at: Callable[[int], list[int]]
 
 
 class PromptEncoder:
@@ -54,7 +65,13 @@ class PromptEncoder:
         self._renamed = self._make_renamed()
 
     def encode(
-        self, text: str, *, add_bos: bool, encode_special_tokens: bool = True, literals: Sequence[TextSpan] = ()
+        self,
+        text: str,
+        *,
+        add_bos: bool,
+        encode_special_tokens: bool = True,
+        literals: Sequence[TextSpan] = (),
+        inserts: Sequence[Insert] = (),
     ) -> list[int]:
         """The ids of a text.
 
@@ -62,9 +79,15 @@ class PromptEncoder:
             add_bos: put a BOS token before it.
             encode_special_tokens: false makes a literal of the whole text.
             literals: spans of the text. A control token's string that overlaps one is ordinary text.
+            inserts: what takes the place of parts of the text, which do not overlap.
         """
         ids, _ = self.encode_placed(
-            text, (), add_bos=add_bos, encode_special_tokens=encode_special_tokens, literals=literals
+            text,
+            (),
+            add_bos=add_bos,
+            encode_special_tokens=encode_special_tokens,
+            literals=literals,
+            inserts=inserts,
         )
         return ids
 
@@ -76,6 +99,7 @@ class PromptEncoder:
         add_bos: bool,
         encode_special_tokens: bool = True,
         literals: Sequence[TextSpan] = (),
+        inserts: Sequence[Insert] = (),
     ) -> tuple[list[int], list[int]]:
         """The ids that `encode` gives, and how many of them end at or before each of some characters.
 
@@ -91,14 +115,32 @@ class PromptEncoder:
         if not encode_special_tokens:
             literals = [(0, len(text))]
         places = sorted(place for place in places if 0 <= place <= len(text))
-        if literals or places:
-            ids, counts = self._encode_with_literals(text, _masked(text, literals), places)
-        else:
-            ids, counts = self._tokenizer.encode(text, encode_special_tokens=True).flatten().tolist(), []
         bos: int | None = self._tokenizer.bos_token_id
-        if add_bos and bos is not None:
-            return [bos, *ids], [1 + count for count in counts]
-        return ids, counts
+        ids = [bos] if add_bos and bos is not None else []
+        counts: list[int] = []
+        begin = 0
+        for insert in sorted(inserts, key=itemgetter(0)):
+            start, end = insert.span
+            before = [place for place in places[len(counts) :] if place < end]
+            part_ids, part_counts = self._encode_text(text, begin, start, before, literals)
+            counts += [len(ids) + count for count in part_counts]
+            ids += part_ids
+            ids += insert.ids_at(len(ids))
+            begin = end
+        part_ids, part_counts = self._encode_text(text, begin, len(text), places[len(counts) :], literals)
+        return ids + part_ids, counts + [len(ids) + count for count in part_counts]
+
+    def _encode_text(
+        self, text: str, start: int, end: int, places: Sequence[int], literals: Sequence[TextSpan]
+    ) -> tuple[list[int], list[int]]:
+        """The ids of a part of a text, and how many end at or before each of some characters of the whole."""
+        part = text[start:end]
+        if not part:
+            return [], [0 for _ in places]
+        if not literals and not places:
+            return self._tokenizer.encode(part, encode_special_tokens=True).flatten().tolist(), []
+        masked = _masked(part, [(first - start, last - start) for first, last in literals])
+        return self._encode_with_literals(part, masked, [min(place, end) - start for place in places])
 
     def _encode_with_literals(self, text: str, masked: str, places: Sequence[int] = ()) -> tuple[list[int], list[int]]:
         """`places` are in ascending order."""

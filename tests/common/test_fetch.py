@@ -387,3 +387,15 @@ async def test_nothing_is_fetched_where_that_is_turned_off(host: Host) -> None:
 async def test_settings_say_which_hosts_are_allowed(host: Host) -> None:
     fetching = ImageFetcher.of(NetworkConfig(fetch_allowed_hosts=["127.0.0.1"]))
     assert await fetching.load([ImageSource(f"http://127.0.0.1:{host.port}/", "url")]) == [PNG]
+
+
+async def test_files_of_the_folder_are_read_but_not_by_way_of_a_host(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "cat.png").write_bytes(PNG)
+    fetching = ImageFetcher.of(NetworkConfig(image_dir=str(tmp_path)))
+    assert await fetching.load([ImageSource("file://cat.png", "url")]) == [PNG]
+    with pytest.raises(Unsupported, match="image_dir"):
+        await ImageFetcher.of(NetworkConfig()).load([ImageSource("file://cat.png", "url")])
+    host.answers["/"] = redirect((tmp_path / "cat.png").as_uri())
+    allowed = ImageFetcher.of(NetworkConfig(image_dir=str(tmp_path), fetch_allowed_hosts=["127.0.0.1"]))
+    with pytest.raises(InvalidRequest, match="could not be fetched"):
+        await allowed.load([ImageSource(f"http://127.0.0.1:{host.port}/", "url")])

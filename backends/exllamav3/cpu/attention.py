@@ -220,4 +220,26 @@ def attend_uncached(args: Any) -> Tensor | None:
     )
 
 
-ATTENTION_FUNCTIONS: list[Callable[[Any], Tensor | None]] = [attend_cached, attend_uncached]
+def attend_segments(args: Any) -> Tensor | None:
+    """Of the engine's `AttnArgs`, those of sequences in a row, each of which sees itself alone: windows of an image."""
+    if not args.is_varlen() or args.has_kv_cache() or args.q_cache is not None or args.sink_key0:
+        return None
+    lengths: list[int] = args.cu_seqlens.diff().tolist()
+    segments = zip(*(x.flatten(0, 1).split(lengths) for x in (args.q, args.k, args.v)), strict=True)
+    attended = [
+        attend(
+            q,
+            k,
+            v,
+            causal=args.causal,
+            scale=args.sm_scale or 1.0 / math.sqrt(q.shape[-1]),
+            window=_window(args.get_window_size()),
+            softcap=args.softcap,
+            sinks=args.sinks,
+        )
+        for q, k, v in segments
+    ]
+    return torch.cat(attended).view(args.q.shape)
+
+
+ATTENTION_FUNCTIONS: list[Callable[[Any], Tensor | None]] = [attend_cached, attend_uncached, attend_segments]

@@ -6,11 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["rope"]
+__all__ = ["gen_mrope_pos_ids", "rope"]
 
 # Values of the engine's `RopeStyle`.
 GPTJ = 1  # pairs of neighbours
 NEOX = 2  # pairs across the halves
+
+TEXT = -1  # instead of an image's number
 
 
 def rope(
@@ -68,6 +70,44 @@ def rope(
             _rotate_(x[..., start : start + width], cos, sin, rope_mode)
             start += width
         target.copy_(x if scale is None else x * scale)
+
+
+def gen_mrope_pos_ids(
+    mrope_pos_ids: Tensor,
+    ids: Tensor,
+    merge_size: int,
+    spans: list[tuple[int, int]],
+    grids: list[tuple[int, int, int]],
+) -> int:
+    """Positions of a prompt's tokens in time, height and width (Qwen2-VL).
+
+    All three of a token of text are one more than the largest before it. Those of an image's go along its grid from
+    there on.
+
+    Args:
+        mrope_pos_ids: (3, positions), written to; past the ids they go on as for text.
+        ids: (tokens,)
+        merge_size: patches of a grid that make one token, along each edge.
+        spans: ids [first, end) of each image.
+        grids: patches of each image in time, height and width.
+
+    Returns:
+        The position after the ids.
+    """
+    owners = torch.full((mrope_pos_ids.shape[1],), TEXT)
+    for index, (first, end) in enumerate(spans):
+        owners[: len(ids)][(ids >= first) & (ids < end)] = index
+    following = begin = 0
+    for owner, length in zip(*(run.tolist() for run in owners.unique_consecutive(return_counts=True)), strict=True):
+        steps = torch.arange(length).expand(3, -1)
+        if owner != TEXT:
+            time, height, width = grids[owner][0], grids[owner][1] // merge_size, grids[owner][2] // merge_size
+            token = ids[begin : begin + length] - spans[owner][0]
+            steps = torch.stack((token // (height * width) % time, token // width % height, token % width))
+        mrope_pos_ids[:, begin : begin + length] = steps + following
+        following += int(steps.max()) + 1
+        begin += length
+    return following
 
 
 def _dimension(where: Tensor, dim: int) -> Tensor:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
 
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 
 from common.errors import InvalidRequest, Unsupported
-from common.images import read_image
 from common.limits import MAX_CALLS, MAX_PARTS, at_most
 from common.sampling import RequestModel
 
 # Types of content parts that hold text, and the member that holds it. OpenAI's two APIs differ in the names.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-# Types of parts that need a capability which no model has here yet.
+# Types of parts that need a capability of the model.
 _CAPABILITIES = {
     "image": "vision",
     "image_url": "vision",
@@ -27,6 +26,19 @@ _CAPABILITIES = {
     "file": "file input",
     "input_file": "file input",
 }
+
+
+class ImageNames(Protocol):
+    """What stands for the images of a request in its texts."""
+
+    def name_of(self, url: str) -> str | None: ...
+
+
+class Unnamed:
+    """Of images that are left out."""
+
+    def name_of(self, url: str) -> str:
+        return ""
 
 
 class ImageUrl(RequestModel):
@@ -44,18 +56,23 @@ class ContentPart(RequestModel):
     text: str | None = None
     refusal: str | None = None
     image_url: Annotated[ImageUrl, BeforeValidator(_image_url, json_schema_input_type=str | ImageUrl)] | None = None
+    cache_control: Any = Field(
+        default=None,
+        description="Whatever it is: a model with recurrent layers shall keep a checkpoint after the part.",
+    )
 
     @property
     def is_image(self) -> bool:
         return self.type != "text" and _CAPABILITIES.get(self.type) == "vision"
 
-    def plain_text(self, path: str) -> str:
-        """
+    def plain_text(self, path: str, images: ImageNames) -> str:
+        """Its text, or what stands for its image.
+
         Args:
             path: of this part in the request, for errors.
 
         Raises:
-            Unsupported: the part is no text.
+            Unsupported: the part is neither a text nor one of the images.
             InvalidRequest: the part lacks what its type promises.
         """
         if (member := _TEXT_PARTS.get(self.type)) is not None:
@@ -63,10 +80,8 @@ class ContentPart(RequestModel):
             if text is None:
                 raise InvalidRequest(f"{path}.{member} is missing.", param=f"{path}.{member}")
             return text
-        if self.image_url is not None:
-            read_image(self.image_url.url, f"{path}.image_url")  # what is wrong with it comes first
-        elif self.type == "image_url":
-            raise InvalidRequest(f"{path}.image_url is missing.", param=f"{path}.image_url")
+        if self.is_image and self.image_url is not None and (name := images.name_of(self.image_url.url)) is not None:
+            return name
         if (capability := _CAPABILITIES.get(self.type)) is not None:
             raise Unsupported(
                 f"{path} is of type {self.type}, but {capability} is not available: the model takes text only.",
@@ -151,16 +166,16 @@ class ChatMessage(RequestModel):
         """Of its content, as text."""
         return sum(len(part.text or "") for part in self.content or ())
 
-    def texts(self, path: str) -> list[str]:
+    def texts(self, path: str, images: ImageNames) -> list[str]:
         """The text of each content part; an assistant's refusal stands for a missing content.
 
         Args:
             path: of this message in the request, for errors.
 
         Raises:
-            Unsupported: a part is no text.
+            Unsupported: a part is neither a text nor one of the images.
             InvalidRequest: a part lacks its text.
         """
         if self.content is None:
             return [] if self.refusal is None else [self.refusal]
-        return [part.plain_text(f"{path}.content.{index}") for index, part in enumerate(self.content)]
+        return [part.plain_text(f"{path}.content.{index}", images) for index, part in enumerate(self.content)]

@@ -35,8 +35,10 @@ from endpoints.OAI.types.chat import (
     Delta,
 )
 from endpoints.OAI.types.common import Envelope, PromptLogprobs, PromptProgress, Usage
+from endpoints.OAI.types.message import Unnamed
 from endpoints.OAI.types.tools import CalledFunction, CalledFunctionDelta, CalledTool, CalledToolDelta
 from endpoints.OAI.utils.generation import Codec, generation_requests, how_it_ended, most_logprobs
+from endpoints.OAI.utils.images import NO_IMAGES, RequestImages, check_answers
 from endpoints.OAI.utils.logprobs import chat_entries, prompt_entries
 from endpoints.OAI.utils.prompt import ChatPrompt, PromptWriter
 
@@ -50,13 +52,14 @@ class ChatTurn:
 
     Args:
         writer: of the model.
+        images: of the request.
 
     Raises:
         InvalidRequest: the request cannot be served as it is.
     """
 
-    def __init__(self, body: ChatCompletionRequest, writer: PromptWriter) -> None:
-        self.prompt = writer.chat(body)
+    def __init__(self, body: ChatCompletionRequest, writer: PromptWriter, images: RequestImages = NO_IMAGES) -> None:
+        self.prompt = writer.chat(body, images)
         self.body = body
         self._writer = writer
         self._in_thought = self._begins_in_thought()
@@ -82,6 +85,7 @@ class ChatTurn:
     def requests(self, constraints: Sequence[Constraint] = ()) -> list[GenerationRequest]:
         """One for each answer. Raises `InvalidRequest` where fields contradict each other."""
         body, (text, literals, stop_strings) = self.body, self.prompt.rendered
+        check_answers(self.prompt.images, body.n)
         first, *others = generation_requests(
             text,
             body,
@@ -92,6 +96,7 @@ class ChatTurn:
             # not add.
             add_bos=False if self._writer.template.begins_with_bos(text, literals) else None,
             literals=literals,
+            images=self.prompt.images,
             stop_strings=stop_strings,
             thoughts=self._thoughts(),
             cache_boundaries=self.prompt.boundaries,
@@ -260,5 +265,6 @@ class ChatCodec(Codec[ChunkChoice, ChatCompletion, ChatCompletionChunk]):
 def _gone_on_from(body: ChatCompletionRequest) -> str:
     """The text of the assistant's that the answer goes on from."""
     last = body.messages[-1]
-    texts = last.texts(f"messages.{len(body.messages) - 1}") if last.role == "assistant" else []
+    path = f"messages.{len(body.messages) - 1}"
+    texts = last.texts(path, Unnamed()) if last.role == "assistant" else []
     return "".join(texts) + (body.response_prefix or "")

@@ -13,13 +13,19 @@ from common.errors import InvalidRequest
 from common.parsing.json_text import refuse_constant
 from common.prefixes import without_volatile_line
 from common.templating import ChatTemplate, TemplateTraits
-from endpoints.OAI.types.message import ChatMessage, FunctionCall, ToolCall
+from endpoints.OAI.types.message import ChatMessage, FunctionCall, ImageNames, ToolCall
+from endpoints.OAI.utils.images import NO_IMAGES
 
 _SHORT_ID = 9  # characters
 
 
 def template_messages(
-    messages: Sequence[ChatMessage], template: ChatTemplate, *, path: str, keep_volatile_lines: bool
+    messages: Sequence[ChatMessage],
+    template: ChatTemplate,
+    *,
+    path: str,
+    keep_volatile_lines: bool,
+    images: ImageNames = NO_IMAGES,
 ) -> list[Message]:
     """A conversation in the form of today: every message in its place, its content one text.
 
@@ -28,11 +34,12 @@ def template_messages(
     Args:
         template: whose traits and roles decide where there are several forms.
         path: of the messages in the request, for errors.
+        images: whose names are a part of the texts.
 
     Raises:
         InvalidRequest: a message holds what no template can show.
     """
-    texts = [message.texts(f"{path}.{index}") for index, message in enumerate(messages)]
+    texts = [message.texts(f"{path}.{index}", images) for index, message in enumerate(messages)]
     dropped = None if keep_volatile_lines else _drop_volatile_line(messages, texts)
     calls = _Calls(template)
     prepared: list[Message] = []

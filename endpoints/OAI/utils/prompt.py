@@ -11,11 +11,20 @@ from typing import Any, TypeAlias
 from loguru import logger
 
 from backends.messages import ControlToken
-from common.boundaries import can_have_any, check_boundaries, sent_starts, starts_kept, starts_of, turning_points
+from common.boundaries import (
+    MAX_BOUNDARIES,
+    can_have_any,
+    check_boundaries,
+    sent_starts,
+    starts_kept,
+    starts_of,
+    turning_points,
+)
 from common.config_models import ModelParameters
 from common.control_text import StandIns
-from common.conversations import SYSTEM_ROLES, Message, Tool
+from common.conversations import SYSTEM_ROLES, Message, Place, Tool
 from common.errors import InvalidRequest, check_characters
+from common.generation import ImageInput
 from common.parsing.detection import AnswerSyntax
 from common.parsing.events import AnswerReader
 from common.parsing.formats.base import ToolFormat
@@ -26,6 +35,7 @@ from common.templating import ChatTemplate, RenderedPrompt
 from endpoints.OAI.types.chat import ChatCompletionRequest
 from endpoints.OAI.types.message import ChatMessage
 from endpoints.OAI.utils.control_tokens import ControlTokens
+from endpoints.OAI.utils.images import NO_IMAGES, RequestImages
 from endpoints.OAI.utils.messages import template_messages
 from endpoints.OAI.utils.tools import ToolUse, tool_use
 
@@ -42,6 +52,7 @@ class ChatPrompt:
 
     Attributes:
         rendered: its text.
+        images: that the text shows.
         boundaries: as `cache_boundaries` of a `GenerationRequest`.
         given: characters at its end that the client wants the answer to begin with.
         tools: which the answer may call.
@@ -51,6 +62,7 @@ class ChatPrompt:
     """
 
     rendered: RenderedPrompt
+    images: list[ImageInput]
     boundaries: list[int]
     given: int
     tools: ToolUse
@@ -97,8 +109,11 @@ class PromptWriter:
         self._later = later
         self._history = PrefixHistory()
 
-    def chat(self, body: ChatCompletionRequest) -> ChatPrompt:
+    def chat(self, body: ChatCompletionRequest, images: RequestImages = NO_IMAGES) -> ChatPrompt:
         """The prompt that a chat completion goes on from.
+
+        Args:
+            images: of its messages.
 
         Raises:
             InvalidRequest: the messages or the tools cannot be shown, or there is no message where the cache shall have
@@ -125,8 +140,9 @@ class PromptWriter:
                 _variables(body),
                 tools=None if hidden else tools.declared,
                 functions=None if hidden else [function.given for function in body.functions or ()],
+                images=images,
             )
-            return self._prompt(body, conversation, tools)
+            return self._prompt(body, conversation, tools, images)
 
     def conversation(
         self,
@@ -156,6 +172,7 @@ class PromptWriter:
         tools: list[Tool] | None,
         functions: list[dict[str, Any]] | None = None,
         path: str = "messages",
+        images: RequestImages = NO_IMAGES,
     ) -> _Conversation:
         template = self.template.variant(tools)
         forgeable = self.model.control_tokens_in_messages
@@ -163,7 +180,7 @@ class PromptWriter:
             self._tokens.check_roles(messages, path)
         return _Conversation(
             template=template,
-            messages=self._in_form(messages, template, path),
+            messages=self._in_form(messages, template, path, images),
             variables={**self.model.template_vars_default, **variables, **self.model.forced_template_variables()},
             tools=tools,
             functions=functions,
@@ -172,10 +189,15 @@ class PromptWriter:
             path=path,
         )
 
-    def _in_form(self, messages: Sequence[ChatMessage], template: ChatTemplate, path: str) -> list[Message]:
-        return template_messages(messages, template, path=path, keep_volatile_lines=self.model.keep_volatile_lines)
+    def _in_form(
+        self, messages: Sequence[ChatMessage], template: ChatTemplate, path: str, images: RequestImages = NO_IMAGES
+    ) -> list[Message]:
+        keep = self.model.keep_volatile_lines
+        return template_messages(messages, template, path=path, keep_volatile_lines=keep, images=images)
 
-    def _prompt(self, body: ChatCompletionRequest, conversation: _Conversation, tools: ToolUse) -> ChatPrompt:
+    def _prompt(
+        self, body: ChatCompletionRequest, conversation: _Conversation, tools: ToolUse, images: RequestImages
+    ) -> ChatPrompt:
         messages = conversation.messages
         begun = messages[-1:] if body.continue_final_message else []  # the answer
         before = messages[: len(messages) - len(begun)]
@@ -195,8 +217,9 @@ class PromptWriter:
             messages = [*before, *begun]
             written = write_prompt(messages, returned, render, self._tokens.all)
             known = starts_kept(returned.earlier.turn.written, written.plain)
-        if self._has_checkpoints and can_have_any(written.plain):
-            starts = starts_of(messages, self._boundaries(body, messages), written.plain, render, known)
+        shown = images.shown_in(written.prompt.text)
+        if self._has_checkpoints and (shown or can_have_any(written.plain)):  # images have many tokens
+            starts = starts_of(messages, self._boundaries(body, messages, images), written.plain, render, known)
             written = written._replace(starts=starts)
         rendered = written.prompt._replace(text=written.prompt.text + prefix)
         inputs = {
@@ -226,13 +249,19 @@ class PromptWriter:
             self._later(partial(keep, answer, token_ids))
 
         broken = None if returned is None else self._history.check(turn, returned)
-        return ChatPrompt(rendered, sent_starts(written), len(begun_text) + len(prefix), tools, broken, remember)
+        given = len(begun_text) + len(prefix)
+        return ChatPrompt(rendered, shown, sent_starts(written), given, tools, broken, remember)
 
-    def _boundaries(self, body: ChatCompletionRequest, messages: Sequence[Message]) -> set[int]:
-        """Indexes of the messages at whose beginnings checkpoints are wanted."""
+    def _boundaries(
+        self, body: ChatCompletionRequest, messages: Sequence[Message], images: RequestImages
+    ) -> set[Place]:
+        """Where checkpoints are wanted."""
         if body.cache_boundaries is None:
-            return turning_points(messages, self.model.recurrent_checkpoint_boundaries)
-        return _shown_at(body.cache_boundaries, body.messages, len(messages))
+            indexes = turning_points(messages, self.model.recurrent_checkpoint_boundaries)
+        else:
+            indexes = _shown_at(body.cache_boundaries, body.messages, len(messages))
+        marked = [*_ends_of_marked_parts(body.messages, len(messages), images)]
+        return {*map(Place, indexes), *marked[-MAX_BOUNDARIES:]}
 
 
 @dataclass(frozen=True)
@@ -306,6 +335,21 @@ def _shown_at(indexes: Sequence[int], messages: Sequence[ChatMessage], shown: in
         dropped = next(index for index, message in enumerate(messages) if message.role in SYSTEM_ROLES)
         places = {place - (place > dropped) for place in places}
     return {place for place in places if place < shown}
+
+
+def _ends_of_marked_parts(messages: Sequence[ChatMessage], shown: int, images: RequestImages) -> Iterator[Place]:
+    """Where what stands behind parts with a `cache_control` is among the `shown` messages that the template gets."""
+    for index, message in enumerate(messages):
+        marked = [place for place, part in enumerate(message.content or (), 1) if part.cache_control is not None]
+        if not marked:
+            continue
+        texts = message.texts(f"messages.{index}", images)
+        for end in marked:
+            # As a whole, a system prompt is the same in all chats of a client.
+            inside = message.role not in SYSTEM_ROLES and "".join(texts[end:]).strip()
+            at, characters = (index, len("".join(texts[:end]))) if inside else (index + 1, 0)
+            if at < len(messages):
+                yield from (Place(place, characters) for place in _shown_at([at], messages, shown))
 
 
 def _response_prefix(body: ChatCompletionRequest) -> str:

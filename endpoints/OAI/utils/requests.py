@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TypeVar
 
 from loguru import logger
 
@@ -14,12 +15,13 @@ from endpoints.OAI.types.completion import CompletionRequest
 from endpoints.OAI.utils.chat import ChatTurn
 from endpoints.OAI.utils.completion import completion_generation_requests
 from endpoints.OAI.utils.constraints import checked_constraints, compiling
+from endpoints.OAI.utils.images import load_images
 from endpoints.state import ServerState, loaded_info
 
+B = TypeVar("B", bound=CompletionRequest)
 
-async def asked_in_completion(
-    body: CompletionRequest, state: ServerState, client: EngineClient
-) -> tuple[CompletionRequest, list[GenerationRequest]]:
+
+async def asked_in_completion(body: B, state: ServerState, client: EngineClient) -> tuple[B, list[GenerationRequest]]:
     """The body with the presets in force, and a request for each answer.
 
     Raises:
@@ -45,7 +47,8 @@ async def asked_in_chat(
     body = state.presets.apply(body, client.settings.model.sampler_preset)
     given = await checked_constraints(body)
     writer = await state.prompt_writer(client)
-    turn = await state.prompts.run(partial(ChatTurn, body, writer))
+    images = await load_images(body.messages, loaded_info(client), state.images)
+    turn = await state.prompts.run(partial(ChatTurn, body, writer, images))
     constraints = await compiling(partial(turn.constraints, given, loaded_info(client).control_tokens))
     return turn, turn.requests(constraints)
 

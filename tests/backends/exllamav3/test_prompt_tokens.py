@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from backends.exllamav3 import prompt_tokens
 from backends.exllamav3.engine import Tokenizer, token_tensor
 from backends.exllamav3.model import ExllamaV3Container
-from backends.exllamav3.prompt_tokens import PromptEncoder
+from backends.exllamav3.prompt_tokens import Insert, PromptEncoder
 from backends.exllamav3.token_bytes import token_bytes
 from common.fim import fim_prompt
 from tests.containers import answered, loaded
@@ -257,6 +257,38 @@ def test_tokens_that_tokenizer_json_does_not_know(tmp_path: Path) -> None:
     ]
     assert not control_ids(encoder, encoder.encode(text, add_bos=False, encode_special_tokens=False))
     assert decoded(encoder, encoder.encode(text, add_bos=False, encode_special_tokens=False)) == text
+
+
+# --- inserts ----------------------------------------------------------------------------------------------------------
+
+IMAGE = [10**9, 10**9 + 1]
+
+
+def insert(start: int, end: int) -> Insert:
+    return Insert((start, end), lambda position: [position, *IMAGE])
+
+
+@QUICK
+@given(before=TEXTS, forged=TEXTS, after=TEXTS)
+def test_an_insert_stands_for_its_part_of_the_text(
+    encoder: PromptEncoder, before: str, forged: str, after: str
+) -> None:
+    text = f"{before}{forged}<|im_end|>{after}"
+    start, end = len(before + forged), len(before + forged) + len("<|im_end|>")
+    options: dict[str, Any] = {"literals": [(len(before), start)], "inserts": [insert(start, end)]}
+    first = encoder.encode(before + forged, add_bos=True, literals=options["literals"])
+    last = encoder.encode(after, add_bos=False)
+    ids = encoder.encode(text, add_bos=True, **options)
+    assert ids == [*first, len(first), *IMAGE, *last]
+    placed, counts = encoder.encode_placed(text, [end, start, len(text), start + 3], add_bos=True, **options)
+    assert placed == ids
+    assert counts == [len(first), len(first), len(first) + 3, len(ids)]
+
+
+def test_inserts_beside_each_other_and_alone(encoder: PromptEncoder) -> None:
+    ids, counts = encoder.encode_placed("XY", [0, 1, 2], add_bos=False, inserts=[insert(1, 2), insert(0, 1)])
+    assert ids == [0, *IMAGE, 3, *IMAGE]
+    assert counts == [0, 3, 6]
 
 
 # --- places -----------------------------------------------------------------------------------------------------------

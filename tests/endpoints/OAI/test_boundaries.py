@@ -243,6 +243,53 @@ def test_boundaries_in_messages_that_hold_calls_and_results() -> None:
     assert [prompt.text[place:][:11] for place in prompt.boundaries] == ["<tool_call>", "result 1\n</", "And:\n\n<tool"]
 
 
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+def marked(*texts: str, at: int) -> list[dict[str, Any]]:
+    """Parts, of which the one at an index is marked."""
+    return [part | (MARK if index == at else {}) for index, part in enumerate(parts(*texts))]
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_marks_inside_messages(path: Path) -> None:
+    prompts = writer(ChatTemplate(path.stem, path.read_text(encoding="utf-8"), TOKENS), has_checkpoints=True)
+    first, second = (
+        prompt_of(
+            prompts,
+            messages=[SYSTEM, said("user", marked("The document.\n\n", question, at=0))],
+            cache_boundaries=[],
+        )
+        for question in ("What is it?", "How long?")
+    )
+    assert first.boundaries == second.boundaries == [common_length(first.text, second.text)]
+
+
+@pytest.mark.parametrize(
+    ("first", "content", "expected"),
+    [
+        (SYSTEM, marked("a", "b", at=1), ["yes"]),
+        (SYSTEM, marked("a", " ", at=0), ["yes"]),
+        (SYSTEM, marked("a", "b", "c", at=1), ["c"]),
+        (said("system", marked(RULES, "x", at=0)), marked("a", "b", at=0), ["ab", "b"]),
+        (said("system", f"{VOLATILE}"), marked("a", "b", at=0), ["b"]),
+    ],
+)
+def test_marked_parts(first: dict[str, Any], content: list[dict[str, Any]], expected: list[str]) -> None:
+    prompts = writer(CHATML, has_checkpoints=True)
+    messages = [first, said("user", content), TURNS[1], said("user", RULES)]
+    assert begins(prompt_of(prompts, messages=messages, cache_boundaries=[])) == expected
+    usual = begins(prompt_of(prompts, messages=messages))
+    assert set(usual) == {*expected, "".join(part["text"] for part in content), RULES}
+
+
+def test_the_last_marks_count() -> None:
+    messages = [SYSTEM, *(said("user", marked(f"a{number} ", "b", at=0)) for number in range(20))]
+    prompt = prompt_of(writer(CHATML, has_checkpoints=True), messages=messages, cache_boundaries=[])
+    assert len(prompt.boundaries) == 16
+    assert prompt.text[: prompt.boundaries[0]].endswith("a4 ")
+
+
 @pytest.mark.parametrize(
     ("first", "indexes", "expected"),
     [

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -152,3 +153,17 @@ def test_one_of_the_functions_takes_a_call_of_the_dispatcher(paged: Paged) -> No
     out = dispatch.attn_dispatch(q, k, v, causal=True)
     for row in range(2):
         torch.testing.assert_close(out[row], naive(q[row], k[row], v[row], causal=True, scale=16**-0.5))
+
+
+def test_segments_of_a_row_see_themselves_alone() -> None:
+    from exllamav3.modules.attention_fn import dispatch
+
+    import backends.exllamav3.engine  # noqa: F401  (installs the kernels)
+
+    q, k, v = torch.randn(1, 9, 4, 16), torch.randn(1, 9, 2, 16), torch.randn(1, 9, 2, 16)
+    ends = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
+    out = dispatch.attn_dispatch(q, k, v, cu_seqlens=ends, max_seqlen=4, causal=False)
+    for start, end in itertools.pairwise(ends.tolist()):
+        part = slice(start, end)
+        expected = naive(q[0, part], k[0, part], v[0, part], causal=False, scale=16**-0.5)
+        torch.testing.assert_close(out[0, part], expected)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.exllamav3.cpu.rope import GPTJ, NEOX, rope
+from backends.exllamav3.cpu.rope import GPTJ, NEOX, gen_mrope_pos_ids, rope
 
 INV_FREQ = torch.tensor([1.0, 0.1, 0.01])  # 6 of 8 dimensions are rotated
 HEADS, DIM = 2, 8
@@ -121,3 +121,22 @@ def test_llama_4_scales_queries_with_their_position() -> None:
 def test_an_unknown_style_is_named() -> None:
     with pytest.raises(NotImplementedError, match="rotary style 9"):
         run(torch.randn(1, 1, 1, DIM), rope_mode=9)
+
+
+def test_tokens_of_an_image_go_along_its_grid_and_text_goes_on_behind_it() -> None:
+    """Text, 2 x 3 tokens of an image, text, 1 x 2 of another one, text; and two positions more than there are ids."""
+    ids = torch.tensor([7, 8, *range(100, 106), 9, 200, 201, 7])
+    positions = torch.zeros((3, len(ids) + 2), dtype=torch.long)
+    following = gen_mrope_pos_ids(positions, ids, 2, [(200, 202), (100, 106)], [(1, 2, 4), (1, 4, 6)])
+    assert positions.tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 6, 8, 9, 10],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 6, 8, 9, 10],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 8, 9, 10],
+    ]
+    assert following == 11
+
+
+def test_frames_of_a_video_follow_each_other() -> None:
+    positions = torch.zeros((3, 6), dtype=torch.long)
+    assert gen_mrope_pos_ids(positions, torch.tensor([100, 101, 102, 103, 3, 3]), 1, [(100, 104)], [(2, 1, 2)]) == 4
+    assert positions.tolist() == [[0, 0, 1, 1, 2, 3], [0, 0, 0, 0, 2, 3], [0, 1, 0, 1, 2, 3]]
