@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from time import monotonic
-from typing import Any
+from typing import Any, Final
 
 from backends.exllamav3.checkpoints import checkpoint_info
-from backends.exllamav3.engine import Generator, is_content_hash
+from backends.exllamav3.engine import Generator, is_content_hash, set_cache_root
 from backends.exllamav3.jobs import CheckpointLedger
 from backends.exllamav3.prompt_history import PromptHistory
 from backends.exllamav3.tiers import write_to_disk
 from common.caching import CacheChange, CacheState, Checkpoint, CheckpointsState, TierState
 from common.config_models import PAGE_TOKENS
 from common.errors import EngineFailed, Unsupported
+
+# Where the pages that prompts of the plain model begin with are kept while other ones are looked for.
+_PLAIN: Final = b"the plain model"
 
 # --- what they hold ---------------------------------------------------------------------------------------------------
 
@@ -205,6 +208,23 @@ async def clear(generator: Generator, ledger: CheckpointLedger, history: PromptH
     if disk is not None:
         await _written(disk)
     return CacheChange(pages=len(pages), checkpoints=dropped)
+
+
+def change_root(generator: Generator, old: bytes | None, new: bytes | None) -> None:
+    """Have pages found by prompts of their own root only. To be called between requests; see `set_cache_root()`.
+
+    By its hash a page is found by those in any case. But without recurrent layers the engine also copies keys and
+    values from a page that begins like the one it needs and follows the same page, and those that follow none would all
+    do.
+    """
+    set_cache_root(new)
+    if generator.recurrent_cache is not None:  # whose checkpoints would be taken for useless
+        return
+    for page in generator.pagetable.all_pages:
+        if page.prev_hash is None and page.kv_position:
+            page.prev_hash = old or _PLAIN
+        if page.prev_hash == (new or _PLAIN):
+            page.prev_hash = None
 
 
 def _clear_vram(generator: Generator) -> set[bytes]:

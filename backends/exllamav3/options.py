@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import json
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def draft_options(
         InvalidRequest: the corpus cannot be used.
     """
     options = changed(settings, "hybrid_draft_tokens")
-    advice = []
+    advice = list(_draft_advice(settings, drafter))
     drafts = drafter is not None or settings.draft_mode == "ngram" or settings.hybrid_draft_tokens > 0
 
     if settings.ngram_corpus:
@@ -118,27 +119,15 @@ def draft_options(
     return options, advice
 
 
-def check_pair(drafter: Model, model: Model, param: str, *, tensor_parallel: bool) -> None:
-    """Raise InvalidRequest for a drafter that the engine would refuse beside this model once both are loaded."""
-    if drafter.caps.get("draft_uses_target_cache") and tensor_parallel:
-        raise InvalidRequest(
-            "This drafter reads the model's own cache, which tensor_parallel spreads over processes. Use another one, "
-            "or turn model.tensor_parallel off.",
-            param=param,
-        )
-    if drafter.caps.get("mtp_draft") and drafter.caps.get("recurrent_states"):
-        raise InvalidRequest(
-            "The engine cannot draft with MTP layers that are recurrent. Use another draft_model.draft_mode.",
-            param=param,
-        )
-    if drafter.caps.get("attach_target"):
-        try:
-            drafter.attach_to(model)
-        except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise InvalidRequest(
-                f"The drafter does not fit this model: {error}. Use another one, or another draft_model.draft_mode.",
-                param=param,
-            ) from error
+def _draft_advice(settings: DraftModelConfig, drafter: Model | None) -> Iterator[str]:
+    mode = settings.draft_mode
+    if settings.draft_model_name and mode in ("mtp", "ngram"):
+        yield f"draft_model.draft_model_name has no effect with draft_mode {mode}."
+    if mode == "model" and drafter is None:
+        for name in changed(settings, "draft_num_tokens", "dynamic_draft", "draft_cache_mode", "draft_gpu_split"):
+            yield f"draft_model.{name} has no effect: no draft_model_name is set, nor another draft_mode."
+    if mode in ("model", "mtp") and changed(settings, "ngram_match_min"):
+        yield "draft_model.ngram_match_min has no effect without draft_mode ngram."
 
 
 def _check_corpus(path: Path, draft_mode: str, directory: Path) -> None:

@@ -18,7 +18,6 @@ from backends.exllamav3.options import (
     CORPUS_MAGIC,
     CORPUS_PREFIX,
     changed,
-    check_pair,
     draft_options,
     known_options,
     prefill_options,
@@ -155,12 +154,8 @@ def test_a_shared_chunk_follows_a_chunk_that_is_lowered_later() -> None:
 class Drafter:
     """A draft model, as far as its options go."""
 
-    def __init__(self, refusal: str = "", **caps: bool) -> None:
+    def __init__(self, **caps: bool) -> None:
         self.caps = caps
-        self._refusal = refusal
-
-    def attach_to(self, model: object) -> None:
-        assert not self._refusal, self._refusal
 
 
 @pytest.mark.parametrize(
@@ -176,6 +171,10 @@ class Drafter:
         ({"sparse_draft_head": 9000}, Drafter(attach_target=True), True),
         ({"sparse_draft_head": 9000}, Drafter(), False),
         ({"sparse_draft_head": 9000}, None, False),
+        ({"draft_num_tokens": 3}, None, False),
+        ({"dynamic_draft": True}, None, False),
+        ({"draft_model_name": "x", "draft_mode": "ngram"}, None, False),
+        ({"ngram_match_min": 3}, Drafter(), False),
     ],
 )
 def test_what_has_no_effect_is_said_so_and_left_out(
@@ -192,22 +191,6 @@ def test_a_sparse_head_is_not_for_tensor_parallel(tmp_path: Path) -> None:
     options, advice = draft_options(settings, Drafter(attach_target=True), tmp_path, tensor_parallel=True)
     assert options == {}
     assert len(advice) == 1
-
-
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        Drafter(mtp_draft=True, recurrent_states=True),
-        Drafter("hidden sizes differ", attach_target=True),
-        Drafter(draft_uses_target_cache=True),
-    ],
-)
-def test_a_drafter_that_does_not_fit_is_refused_before_loading(drafter: Drafter) -> None:
-    with pytest.raises(InvalidRequest) as raised:
-        check_pair(drafter, object(), "draft_model.draft_model_name", tensor_parallel=True)
-    assert raised.value.param == "draft_model.draft_model_name"
-    for fitting in (Drafter(recurrent_states=True), Drafter(attach_target=True), Drafter(draft_uses_target_cache=True)):
-        check_pair(fitting, object(), "draft_model.draft_model_name", tensor_parallel=False)
 
 
 # --- the corpus -------------------------------------------------------------------------------------------------------
