@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from loguru import logger
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from backends.exllamav3.checkpoint_target import in_seconds
 from backends.exllamav3.checkpoints import plan_for
@@ -18,15 +20,18 @@ from backends.manager import ModelManager
 from common.args import PlanArguments, parse_arguments
 from common.auth import KeyStore
 from common.config_models import Settings
-from common.errors import ModelNotFound, ServerError, SettingsError
+from common.download_messages import DownloadRequest
+from common.downloader import Downloads, download_folders
+from common.errors import InvalidRequest, ModelNotFound, NotFound, ServerError, SettingsError
 from common.logger import setup_logging
 from common.sampling import SamplerPresets
 from common.tabby_config import LoadedSettings, generate_config_file, load_settings, merge_load_settings
 from endpoints.core.types.cache import CachePlan
 from endpoints.errors import to_server_error
 from endpoints.server import create_app, serve
-from endpoints.state import check_load
+from endpoints.state import application_state, check_load
 
+EXIT_FAILED = 1
 # As of programs that do not understand their command line.
 EXIT_SETTINGS = 2
 EXIT_INTERRUPTED = 130
@@ -45,13 +50,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             with writing(arguments.export_path):
                 export_openapi(loaded.settings, Path(arguments.export_path))
             return 0
-        log_file = loaded.settings.logging.log_file and arguments.command == "serve"
-        setup_logging(loaded.settings.logging.model_copy(update={"log_file": log_file}))
+        log_settings: dict[str, object] = {}
+        if arguments.command != "serve":
+            log_settings["log_file"] = False
+        if arguments.command == "download":  # which says with a bar how it gets on
+            log_settings["log_level"] = "WARNING"
+        setup_logging(loaded.settings.logging.model_copy(update=log_settings))
         for warning in loaded.warnings:
             logger.warning("{}", warning)
         if arguments.plan is not None:
             print(plan_checkpoints(loaded, arguments.plan))
             return 0
+        if arguments.download is not None:
+            return download(loaded.settings, arguments.download)
         asyncio.run(run_server(loaded))
     except (SettingsError, ServerError) as error:
         print(error, file=sys.stderr)
@@ -87,8 +98,7 @@ def export_openapi(settings: Settings, path: Path) -> None:
 
 def plan_checkpoints(loaded: LoadedSettings, asked: PlanArguments) -> str:
     """What `plan` prints. Raises `ServerError` and `SettingsError`."""
-    network = loaded.settings.network
-    manager = ModelManager(Path(loaded.settings.model.model_dir), engine_timeout=network.engine_timeout)
+    manager = new_manager(loaded.settings)
     directory = find_model(manager, asked.model or loaded.settings.model.model_name)
     load = merge_load_settings(loaded.settings, model_directory=directory, command_line=loaded.command_line)
     basis = asyncio.run(manager.plan_basis(directory, load))
@@ -110,6 +120,11 @@ def plan_checkpoints(loaded: LoadedSettings, asked: PlanArguments) -> str:
     return describe_plan(model, basis, plan, asked.boundaries)
 
 
+def new_manager(settings: Settings) -> ModelManager:
+    model = settings.model
+    return ModelManager(Path(model.model_dir), selection=model, engine_timeout=settings.network.engine_timeout)
+
+
 def find_model(manager: ModelManager, name: str | None) -> Path:
     """Folder of a model of model_dir, or at a path. Raises `ModelNotFound`."""
     if not name:
@@ -120,16 +135,50 @@ def find_model(manager: ModelManager, name: str | None) -> Path:
     raise ModelNotFound(f"There is no model {name!r}, neither in {manager.model_dir} nor at that path.")
 
 
+def download(settings: Settings, asked: DownloadRequest) -> int:
+    """What `download` does; the exit status. The new folder is printed, the progress is shown on stderr."""
+    try:
+        print(asyncio.run(show_download(settings, asked)))
+    except (InvalidRequest, NotFound) as error:
+        print(error, file=sys.stderr)
+        return EXIT_SETTINGS
+    except ServerError as error:
+        print(error, file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("Interrupted. What has come is kept; the same command goes on from there.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+async def show_download(settings: Settings, asked: DownloadRequest) -> Path:
+    """Download with a progress bar. Raises `ServerError`."""
+    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    downloads = Downloads(download_folders(settings))
+    running = await downloads.start(asked)
+    try:
+        with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as shown:
+            bar = shown.add_task(asked.repo_id, total=None)
+            async for progress in running.follow():
+                shown.update(bar, completed=progress.bytes, total=progress.total or None, description=progress.phase)
+        return await running.result()
+    finally:
+        await downloads.close()
+
+
 async def run_server(loaded: LoadedSettings) -> None:
     """Serve until told to stop; the start-up model loads meanwhile."""
     settings = loaded.settings
     keys = None if settings.network.disable_auth else KeyStore.open()
     if keys is None:
         logger.warning("network.disable_auth is set: everybody who reaches this server is its administrator.")
-    manager = ModelManager(Path(settings.model.model_dir), engine_timeout=settings.network.engine_timeout)
+    manager = new_manager(settings)
     presets = SamplerPresets()
     app = create_app(settings, manager, keys, presets)
-    background = [asyncio.create_task(load_at_start(loaded, manager, presets))]
+    background = [
+        asyncio.create_task(load_at_start(loaded, manager, presets)),
+        asyncio.create_task(application_state(app).embeddings.load_at_start()),
+    ]
     if keys is not None:
         background.append(asyncio.create_task(keys.watch()))
     try:

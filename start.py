@@ -67,7 +67,9 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     option(
         "--torch-index-url", metavar="URL", help="take torch from this index; PyTorch has one per CUDA version and CPU"
     )
-    option("--extra", action="append", default=[], metavar="GROUP", help="add an optional group: plots, test")
+    option(
+        "--extra", action="append", default=[], metavar="GROUP", help="add an optional group: embeddings, plots, test"
+    )
     option("--install-only", action="store_true", help="set up the environment and stop")
     option("-fr", "--reinstall", "--force-reinstall", action="store_true", help="set up .venv from nothing")
     option("-ud", "--update-deps", action="store_true", help="update what is installed")

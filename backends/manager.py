@@ -1,69 +1,184 @@
-"""Which models are up: load, swap, roll back, unload."""
+"""Which models are up: load, swap, roll back, put to sleep, unload."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from loguru import logger
 
 from backends.client import WORKER_COMMAND, EngineClient
 from backends.messages import LoadProgress
+from backends.model_events import ModelEvent, ModelEvents, ModelState
+from backends.residents import FOREVER, MB, Lease, Resident, Room
 from common.caching import PlanBasis
-from common.config_models import LoadSettings
-from common.errors import ModelLoadFailed, ModelNotLoaded, RequestCancelled, ServerError
+from common.config_models import LoadSettings, ModelSelection
+from common.errors import ErrorRecord, ModelLoadFailed, ModelNotFound, ModelNotLoaded, RequestCancelled, ServerError
 from common.model_folder import model_folder
+from common.names import path_within
 
-ManagerState: TypeAlias = Literal["empty", "loading", "ready", "failed"]
+ManagerState: TypeAlias = Literal["empty", "loading", "ready", "sleeping", "failed"]
+# Why a model is not up any more: another one has its room, nobody used it, or it was asked for.
+UnloadReason: TypeAlias = Literal["displaced", "idle", "requested"]
 ReportProgress: TypeAlias = Callable[[LoadProgress], None]
+
+# For how long requests are told why a model could not be loaded before it is tried again on their behalf: each try
+# costs the models that have to make room.
+RETRY_SECONDS: Final = 30.0
+
+
+class Wanted(NamedTuple):
+    """A model that a request names.
+
+    Attributes:
+        directory: its folder.
+        settings: reads what it is loaded with, for one that is neither up nor was loaded with `load()` before.
+    """
+
+    directory: Path
+    settings: Callable[[], Awaitable[LoadSettings]]
+
+
+class ModelStatus(NamedTuple):
+    """How it is with a model.
+
+    Attributes:
+        reason: why it has failed, or is being loaded again.
+        memory: bytes of device memory that it takes; None where it is not up.
+        requests: that use it.
+        idle_in: seconds until it is put to sleep if nobody uses it; None: it is in use, or never.
+    """
+
+    directory: Path
+    state: ModelState
+    reason: str | None = None
+    memory: int | None = None
+    requests: int = 0
+    idle_in: float | None = None
+
+    @property
+    def answers(self) -> bool:
+        """It is up, or a request wakes it."""
+        return self.memory is not None or self.state == "sleeping"
+
+
+@dataclass(eq=False)
+class _Waiter:
+    """A request that waits for a model; None: for that which answers those that name none."""
+
+    wanted: Wanted | None
+    keep_alive: float | None
+    lease: asyncio.Future[Lease] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def directory(self) -> Path | None:
+        return self.wanted.directory if self.wanted is not None else None
+
+
+class _Failure(NamedTuple):
+    error: ErrorRecord
+    at: float  # of the loop's clock
+    costly: bool  # others had made room
 
 
 async def _nothing(client: EngineClient) -> None:
     pass
 
 
-class ModelManager:
-    """Holds the engine process that answers, and exchanges it.
+def _ignore(record: LoadProgress) -> None:
+    pass
 
-    A load goes: check in a new process while the old model still serves; stop taking requests; let those in flight
-    finish (or cancel them); end the old process; load. When the last step fails, the old model is loaded again.
+
+class ModelManager:
+    """Holds the engine processes that answer, and exchanges them.
+
+    One model is loaded at a time. A load goes: check in a new process while all models serve; where there is no room
+    beside them, have those that make room take no more requests, and let those in flight finish (or cancel them); end
+    them; load. When the last step fails, they are loaded again.
+
+    Requests `acquire()` the model that they need. Those that wait are served in the order in which they came, all that
+    wait for the same model at once; a model that is up takes requests while others are waited for, unless it is the one
+    that makes room.
 
     Attributes:
         model_dir: parent of the model folders.
+        aliases: more names of models, each with its folder.
+        events: what happens to models.
         load_error: why the last load failed; None after one that did not, and before the first.
-        on_loaded: awaited with each model that has just been loaded. It must not raise, nor must the next two.
+        on_loaded: awaited with each model that has just been loaded. It must not raise, nor must the next three.
         on_load_ended: called at the end of each load, with whether the model serves.
+        on_unload: called with each model that is no longer up, with why.
         on_restart: called after each start of an engine in place of one that has died, with whether the model is back.
     """
 
     def __init__(
-        self, model_dir: Path, worker_command: Sequence[str] = WORKER_COMMAND, *, engine_timeout: float = 0
+        self,
+        model_dir: Path,
+        worker_command: Sequence[str] = WORKER_COMMAND,
+        *,
+        selection: ModelSelection = ModelSelection(),  # noqa: B008 (frozen)
+        engine_timeout: float = 0,
     ) -> None:
-        """`worker_command` and `engine_timeout`: see `EngineClient`."""
+        """
+        Args:
+            worker_command, engine_timeout: see `EngineClient`.
+            selection: `aliases`, `max_models`, `memory_budget` and `idle_timeout` count.
+        """
         self.model_dir = model_dir
+        self.aliases = selection.aliases
+        self.events = ModelEvents()
         self.load_error: str | None = None
         self.on_loaded: Callable[[EngineClient], Awaitable[None]] = _nothing
         self.on_load_ended: Callable[[bool], None] = lambda loaded: None
+        self.on_unload: Callable[[UnloadReason], None] = lambda reason: None
         self.on_restart: Callable[[bool], None] = lambda back: None
         self._worker_command = worker_command
         self._engine_timeout = engine_timeout
-        self._client: EngineClient | None = None
+        self._room = Room(selection.max_models, selection.memory_budget and selection.memory_budget * MB)
+        self._idle_timeout = selection.idle_timeout or FOREVER
+        self._residents: dict[Path, Resident] = {}
+        self._asleep: dict[Path, EngineClient] = {}  # closed; the longest asleep first
+        self._failures: dict[Path, _Failure] = {}
+        self._asked_for: dict[Path, LoadSettings] = {}  # what `load()` was called with, until `unload()`
+        self._chosen: Path | None = None  # by the last `load()`
         self._clients: set[EngineClient] = set()  # all whose processes may live
         self._closed = False
-        self._loading: str | None = None  # name of the model being loaded
-        self._replacing = False  # the loaded model takes no more requests
+        self._loading: Path | None = None
         self._lock = asyncio.Lock()  # one change at a time
-        self._loads: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()  # a model works on no request any more, or a waiter has gone
+        self._waiters: list[_Waiter] = []
+        self._server: asyncio.Task[None] | None = None  # loads what the waiters wait for
+        self._tasks: set[asyncio.Task[None]] = set()  # all that change what is up
 
     # --- what is there ------------------------------------------------------------------------------------------
 
     @property
     def current(self) -> EngineClient | None:
-        """The model that answers, or None. During a swap the old one counts until it stops taking requests."""
-        return None if self._replacing else self._client
+        """The model that answers requests which name none, or None. During a swap the old one counts until it stops
+        taking requests.
+
+        It is the one that was loaded last with `load()`; where that has made room for another, the one used last.
+        """
+        resident = self._answerer()
+        return resident.client if resident is not None else None
+
+    @property
+    def sleeping(self) -> EngineClient | None:
+        """The model that will be loaded again for a request that names none; its client is closed."""
+        if self._answerer() is not None or not self._asleep:
+            return None
+        return self._asleep.get(self._chosen) if self._chosen in self._asleep else [*self._asleep.values()][-1]
+
+    @property
+    def loaded(self) -> int:
+        """Number of models that are up."""
+        return len(self._residents)
 
     @property
     def state(self) -> ManagerState:
@@ -71,6 +186,8 @@ class ModelManager:
             return "ready" if self.current.state != "failed" else "failed"
         if self._loading is not None:
             return "loading"
+        if self.sleeping is not None:
+            return "sleeping"
         return "failed" if self.load_error else "empty"
 
     def require(self) -> EngineClient:
@@ -78,7 +195,9 @@ class ModelManager:
         if self.current is not None:
             return self.current
         if self._loading is not None:
-            raise ModelNotLoaded(f"The model {self._loading} is being loaded. Try again in a moment.")
+            raise ModelNotLoaded(f"The model {self._loading.name} is being loaded. Try again in a moment.")
+        if self.sleeping is not None:
+            raise ModelNotLoaded(f"The model {self.sleeping.name} sleeps. A request for an answer loads it again.")
         if self.load_error is not None:
             raise ModelNotLoaded(f"No model is loaded; the last load failed: {self.load_error}")
         raise ModelNotLoaded("No model is loaded. Load one with POST /v1/model/load or set model.model_name.")
@@ -97,13 +216,44 @@ class ModelManager:
         return sorted(names, key=lambda name: (name.casefold(), name))
 
     def resolve(self, name: str, param: str = "model_name") -> Path:
-        """Folder of the model `name`; see `model_folder` for what it raises."""
-        return model_folder(self.model_dir, name, param)
+        """Folder of the model `name`, which may be an alias; see `model_folder` for what it raises."""
+        return model_folder(self.model_dir, self.aliases.get(name, name), param)
+
+    def known(self, name: str) -> EngineClient | None:
+        """The model that is up or asleep by that name, which may be an alias, or the last part of a path."""
+        name = self.aliases.get(name, name)
+        clients = {resident.directory: resident.client for resident in self._residents.values()} | self._asleep
+        path = path_within(self.model_dir.absolute(), name)
+        if path in clients:
+            return clients[path]
+        return next((client for directory, client in clients.items() if directory.name == name), None)
+
+    def statuses(self) -> list[ModelStatus]:
+        """Of all models of which there is more to say than that they are not loaded; first that which answers."""
+        answerer = self._answerer()
+        residents = sorted(self._residents.values(), key=lambda resident: (resident is not answerer, -resident.used_at))
+        directories = [resident.directory for resident in residents]
+        directories += [self._loading] if self._loading is not None else []
+        return [self.status(directory) for directory in dict.fromkeys([*directories, *self._asleep, *self._failures])]
+
+    def status(self, directory: Path) -> ModelStatus:
+        resident, failure = self._residents.get(directory), self._failures.get(directory)
+        if resident is not None and not (resident.closing and self._loading == directory):
+            client = resident.client
+            state: ModelState = "failed" if resident.failed else "loaded" if client.state == "ready" else "loading"
+            return ModelStatus(directory, state, client.failure, resident.memory, resident.requests, resident.idle_in)
+        if self._loading == directory:
+            return ModelStatus(directory, "loading")
+        if directory in self._asleep:
+            return ModelStatus(directory, "sleeping")
+        if failure is not None:
+            return ModelStatus(directory, "failed", failure.error.message)
+        return ModelStatus(directory, "unloaded")
 
     async def plan_basis(self, directory: Path, settings: LoadSettings) -> PlanBasis | None:
         """What checkpoints of a model would cost if it were loaded; None without recurrent layers.
 
-        Asks a process that ends without having read a weight. `current` is not touched.
+        Asks a process that ends without having read a weight. What is up is not touched.
 
         Raises:
             ServerError: what is wrong with the model or the settings.
@@ -115,30 +265,129 @@ class ModelManager:
         finally:
             await self._end(client)
 
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    async def acquire(self, wanted: Wanted | None = None, *, keep_alive: float | None = None) -> Lease:
+        """The right to use a model, which is loaded where it is not up.
+
+        Args:
+            wanted: None: that which answers requests that name no model.
+            keep_alive: see `Resident.lease()`.
+
+        Raises:
+            ModelNotLoaded: no model is named, and none is there.
+            ServerError: why the model could not be loaded.
+            RequestCancelled: the server is shutting down.
+        """
+        if self._closed:
+            raise _shutting_down()
+        waiter = _Waiter(wanted, keep_alive)
+        if (resident := self._up(waiter.directory)) is not None:
+            return resident.lease(keep_alive)
+        if wanted is None and not (self._tasks or self._asleep):
+            self.require()  # nothing will come
+        self._waiters.append(waiter)
+        if self._server is None or self._server.done():
+            self._server = self._start(self._serve_waiters())
+        try:
+            return await waiter.lease
+        except BaseException:
+            self._withdraw(waiter)
+            raise
+
+    def _withdraw(self, waiter: _Waiter) -> None:
+        """Nobody reads what a waiter gets."""
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+            self._changed.set()
+        elif waiter.lease.done() and not waiter.lease.cancelled() and waiter.lease.exception() is None:
+            waiter.lease.result().release()
+
+    def _up(self, directory: Path | None) -> Resident | None:
+        """The model, if it takes requests; None: that which answers those that name none."""
+        if directory is None:
+            return self._answerer()
+        resident = self._residents.get(directory)
+        return resident if resident is not None and not resident.closing else None
+
+    def _answerer(self) -> Resident | None:
+        if self._chosen in self._asleep:
+            return None
+        up = [resident for resident in self._residents.values() if not resident.closing]
+        chosen = next((resident for resident in up if resident.directory == self._chosen), None)
+        return chosen or max(up, key=lambda resident: resident.used_at, default=None)
+
+    def _grant(self) -> None:
+        """Hand their leases to those whose model is up."""
+        for waiter in list(self._waiters):
+            if not waiter.lease.done() and (resident := self._up(waiter.directory)) is not None:
+                self._waiters.remove(waiter)
+                waiter.lease.set_result(resident.lease(waiter.keep_alive))
+
+    def _refuse(self, error: ServerError, directories: Sequence[Path | None]) -> None:
+        """Tell those who wait for a model that they do so in vain."""
+        for waiter in [waiter for waiter in self._waiters if waiter.directory in directories]:
+            self._waiters.remove(waiter)
+            if not waiter.lease.done():
+                # Each gets one of its own, which will have its traceback.
+                waiter.lease.set_exception(ServerError.from_record(error.to_record()))
+
+    async def _serve_waiters(self) -> None:
+        """Load what the first of those who wait is waiting for, until nobody waits."""
+        while self._waiters:
+            async with self._lock:
+                self._grant()
+                if self._waiters:
+                    await self._serve(self._waiters[0])
+
+    async def _serve(self, waiter: _Waiter) -> None:
+        directory = waiter.directory
+        try:
+            directory, settings = await self._to_load_for(waiter)
+            awaited = (waiter.directory, directory)
+            await self._exchange(
+                directory, settings, wanted=lambda: any(other.directory in awaited for other in self._waiters)
+            )
+        except ServerError as error:
+            self._refuse(error, (waiter.directory, directory))
+        except Exception as error:
+            self._refuse(_as_load_failure(directory.name if directory else "the model", error), (waiter.directory,))
+
+    async def _to_load_for(self, waiter: _Waiter) -> tuple[Path, LoadSettings]:
+        if waiter.wanted is None:
+            client = self.sleeping or self.require()
+            return client.directory, client.settings
+        directory = waiter.wanted.directory
+        failure = self._failures.get(directory)
+        if failure is not None and failure.costly and asyncio.get_running_loop().time() < failure.at + RETRY_SECONDS:
+            raise ServerError.from_record(failure.error)
+        if directory in self._asleep:
+            return directory, self._asleep[directory].settings
+        return directory, self._asked_for.get(directory) or await waiter.wanted.settings()
+
     # --- changes ------------------------------------------------------------------------------------------------
 
     async def load(
         self, directory: Path, settings: LoadSettings, *, skip_queue: bool = False
     ) -> AsyncIterator[LoadProgress]:
-        """Load a model in place of the one that is loaded, yielding progress.
+        """Load a model, which then answers requests that name none, yielding progress.
 
-        The load goes on to its end when the caller stops iterating. What is loaded already, with equal settings, is
-        answered at once with one progress record.
+        It is loaded beside those that are up where there is room, else in place of the least recently used. The load
+        goes on to its end when the caller stops iterating. What is loaded already, with equal settings, is answered at
+        once with one progress record.
 
         Args:
             directory: folder of the model.
             settings: everything that it is loaded with.
-            skip_queue: cancel the requests in flight instead of waiting for them.
+            skip_queue: cancel the requests in flight, of models that make room, instead of waiting for them.
 
         Raises:
-            ServerError: what is wrong with the model or the settings; the loaded model was not touched.
+            ServerError: what is wrong with the model or the settings; no loaded model was touched.
             ModelLoadFailed: loading failed; the message says whether the previous model serves again.
             RequestCancelled: the load was given up, as the server is shutting down.
         """
         progress: asyncio.Queue[LoadProgress | None] = asyncio.Queue()
-        task = asyncio.create_task(self._load(directory, settings, skip_queue, progress.put_nowait))
-        self._loads.add(task)
-        task.add_done_callback(self._loads.discard)
+        task = self._start(self._load(directory, settings, skip_queue, progress.put_nowait))
         task.add_done_callback(lambda done: progress.put_nowait(None))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # logged where it is raised
         while (record := await progress.get()) is not None:
@@ -147,18 +396,41 @@ class ModelManager:
             raise RequestCancelled(f"Loading {directory.name} was given up: the server is shutting down.")
         await task
 
-    async def unload(self) -> None:
-        """End the loaded model; its requests in flight get `RequestCancelled`."""
+    async def unload(self, directory: Path | None = None) -> None:
+        """End a loaded model; its requests in flight get `RequestCancelled`. One that sleeps is not loaded again.
+
+        Args:
+            directory: of the model; None: that which answers requests that name none.
+
+        Raises:
+            ModelNotFound: it is neither up nor asleep.
+            ModelNotLoaded: no model is named, and none is there.
+        """
         async with self._lock:
-            await self._close_current()
+            client = self.sleeping
+            if directory is None:
+                directory = (client or self.require()).directory
+            resident = self._residents.get(directory)
+            if resident is None and directory not in self._asleep:
+                raise ModelNotFound(f"The model {directory.name} is not loaded.", param="model_name")
+            self._asleep.pop(directory, None)
+            self._asked_for.pop(directory, None)
+            self._chosen = None if self._chosen == directory else self._chosen
             self.load_error = None
+            if resident is not None:
+                await self._remove(resident, "requested")
+            else:
+                self._tell(directory)
 
     async def stop_loading(self) -> None:
-        """Give up loads in progress, and take no more. What serves goes on."""
+        """Give up loads in progress, and take no more; nobody waits for one any longer. What serves goes on."""
         self._closed = True
-        for task in self._loads:
+        self.events.close()
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._loads, return_exceptions=True)
+        for waiter in list(self._waiters):
+            self._refuse(_shutting_down(), (waiter.directory,))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def close(self, force: bool = False) -> None:
         """End everything, loads in progress included; nothing is loaded any more. Safe to call more than once.
@@ -167,86 +439,181 @@ class ModelManager:
             force: kill the engine processes, also where another call is waiting for them to end in order.
         """
         self._closed = True
-        for task in self._loads:
+        for task in self._tasks:
             task.cancel()
         await asyncio.gather(*(client.close(force) for client in self._clients), return_exceptions=True)
-        await asyncio.gather(*self._loads, return_exceptions=True)
+        await self.stop_loading()
         async with self._lock:
-            await self._close_current()
+            for resident in list(self._residents.values()):
+                await self._remove(resident, "requested")
 
     async def _load(self, directory: Path, settings: LoadSettings, skip_queue: bool, report: ReportProgress) -> None:
         async with self._lock:
-            old = self._client
-            if old is not None and old.state == "ready" and (old.directory, old.settings) == (directory, settings):
+            old = self._residents.get(directory)
+            if old is not None and old.client.state == "ready" and old.client.settings == settings:
                 report(LoadProgress(component="model", module=1, modules=1))
-                return
-            new = self._new_client(directory, settings)
-            logger.info("Loading {}", directory.name)
-            self._loading = directory.name
-            try:
-                await new.prepare()
-                if old is not None:
-                    self._replacing = True
-                    if not skip_queue:
-                        await old.drained()
-                    await new.check_prepared()
-                    await self._close_current()
-                await self._bring_up(new, report)
-            except Exception as error:
-                await self._end(new)
-                failure = _as_load_failure(directory.name, error)
-                self.load_error = failure.message
-                self.on_load_ended(False)
-                if old is None or self._client is old:
-                    raise failure from error
-                raise ModelLoadFailed(f"{failure.message.rstrip('.')}. {await self._roll_back(old)}") from error
-            except BaseException:
-                await self._end(new)
-                raise
             else:
-                self.load_error = None
-                self.on_load_ended(True)
-            finally:
-                self._loading = None
-                self._replacing = False
+                await self._exchange(directory, settings, skip_queue=skip_queue, report=report)
+            self._chosen = directory
+            self._asked_for[directory] = settings
+
+    async def _exchange(
+        self,
+        directory: Path,
+        settings: LoadSettings,
+        *,
+        skip_queue: bool = False,
+        report: ReportProgress = _ignore,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Bring a model up, in place of others where it has no room beside them. Only while holding the lock.
+
+        Args:
+            wanted: whether anybody still waits for it, asked until others have made room.
+        """
+        replaced = self._residents.get(directory)
+        new = self._new_client(directory, settings)
+        logger.info("Loading {}", directory.name)
+        self._loading = directory
+        self._tell(directory)
+        displaced: list[Resident] = []
+        try:
+            await new.prepare()
+            self._room.check(directory.name, new.memory)
+            leaving = await self._clear_room(new, replaced, skip_queue, wanted)
+            if leaving is None:
+                logger.info("Nobody waits for {} any more; it is not loaded", directory.name)
+                await self._end(new)
+                return
+            await new.check_prepared()
+            displaced = leaving
+            for resident in leaving:
+                await self._remove(resident, "displaced")
+            await self._bring_up(new, report)
+        except Exception as error:
+            await self._end(new)
+            failure = _as_load_failure(directory.name, error)
+            self.load_error = failure.message
+            self._failures[directory] = _Failure(
+                failure.to_record(), asyncio.get_running_loop().time(), costly=bool(displaced)
+            )
+            self.on_load_ended(False)
+            if not displaced:
+                raise failure from error
+            again = " ".join([await self._roll_back(resident.client) for resident in displaced])
+            raise ModelLoadFailed(f"{failure.message.rstrip('.')}. {again}") from error
+        except BaseException:
+            await self._end(new)
+            raise
+        else:
+            self.load_error = None
+            self.on_load_ended(True)
+        finally:
+            self._loading = None
+            for resident in self._residents.values():
+                resident.closing = False
+            self._tell(directory)
+            self._grant()
+
+    async def _clear_room(
+        self, new: EngineClient, replaced: Resident | None, skip_queue: bool, wanted: Callable[[], bool]
+    ) -> list[Resident] | None:
+        """The models that make room for another. They take no more requests, and work on none unless `skip_queue`.
+
+        While some are still busy, others may come to be idle and make room in their place. None: nobody wants the other
+        any more.
+        """
+        others = [resident for resident in self._residents.values() if resident is not replaced]
+        while True:
+            self._changed.clear()
+            if not wanted():
+                return None
+            leaving = self._room.makers(others, new.memory)
+            leaving += [replaced] if replaced is not None else []
+            for resident in self._residents.values():
+                resident.closing = resident in leaving
+            self._grant()  # to those who wait for what stays after all
+            if skip_queue or not any(resident.busy for resident in leaving):
+                return leaving
+            await self._changed.wait()
 
     def _new_client(self, directory: Path, settings: LoadSettings) -> EngineClient:
         if self._closed:
             raise RequestCancelled("The server is shutting down; it loads no model any more.")
         client = EngineClient(directory, settings, self._worker_command, engine_timeout=self._engine_timeout)
-        client.on_restart = self._restarted
+        client.on_restart = partial(self._restarted, directory)
         self._clients.add(client)
         return client
 
-    def _restarted(self, back: bool) -> None:
+    def _restarted(self, directory: Path, back: bool) -> None:
         self.on_restart(back)
+        self._tell(directory)
 
     async def _bring_up(self, client: EngineClient, report: ReportProgress) -> None:
         async for record in client.load():
             report(record)
-        self._client = client
+            self.events.tell(ModelEvent(client.name, "loading", progress=record))
+        self._residents[client.directory] = Resident(
+            client, self._idle_timeout, on_free=self._changed.set, on_idle=self._sleep_soon
+        )
+        self._failures.pop(client.directory, None)
+        self._asleep.pop(client.directory, None)
+        # Those asleep keep their places only until another model needs them.
+        while self._asleep and len(self._residents) + len(self._asleep) > self._room.models:
+            del self._asleep[next(iter(self._asleep))]
         await self.on_loaded(client)
 
     async def _roll_back(self, old: EngineClient) -> str:
         again = self._new_client(old.directory, old.settings)
         try:
             await again.prepare()
-            await self._bring_up(again, lambda record: None)
+            await self._bring_up(again, _ignore)
         except Exception as error:
             await self._end(again)
             failure = _as_load_failure(old.name, error)
             return f"The previous model {old.name} could not be loaded again: {failure.message}"
+        finally:
+            self._tell(old.directory)
         logger.info("The previous model {} is loaded again", old.name)
         return f"The previous model {old.name} is loaded again."
 
-    async def _close_current(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await self._end(client)
+    def _sleep_soon(self, resident: Resident) -> None:
+        if not self._closed:
+            self._start(self._put_to_sleep(resident, resident.used_at))
+
+    async def _put_to_sleep(self, resident: Resident, used_at: float) -> None:
+        async with self._lock:
+            used = resident.busy or resident.used_at != used_at
+            if self._residents.get(resident.directory) is resident and not used:
+                logger.info("Nobody has used {} for a while; it is unloaded until somebody does", resident.client.name)
+                self._asleep[resident.directory] = resident.client
+                await self._remove(resident, "idle")
+
+    async def _remove(self, resident: Resident, reason: UnloadReason) -> None:
+        del self._residents[resident.directory]
+        resident.gone()
+        await self._end(resident.client)
+        self.on_unload(reason)
+        self._tell(resident.directory, reason)
 
     async def _end(self, client: EngineClient) -> None:
         await client.close()
         self._clients.discard(client)
+
+    def _tell(self, directory: Path, reason: str | None = None) -> None:
+        status = self.status(directory)
+        self.events.tell(ModelEvent(directory.name, status.state, reason=status.reason or reason))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        # It outlives the request that asks for it, so it must not carry that request's id into the log.
+        task = asyncio.create_task(work, context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _shutting_down() -> RequestCancelled:
+    return RequestCancelled("The server is shutting down. Send the request again once it is back.")
 
 
 def _as_load_failure(name: str, error: Exception) -> ServerError:

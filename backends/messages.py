@@ -13,7 +13,7 @@ import msgspec
 
 from common.caching import CacheChange, CacheExplanation, CacheState, PlanBasis
 from common.errors import ErrorRecord, RequestTooLarge
-from common.generation import Event, GenerationRequest, TextSpan
+from common.generation import Event, GenerationRequest, ImageInput, TextSpan
 
 ModelComponent: TypeAlias = Literal["vision", "draft", "model"]
 
@@ -35,6 +35,13 @@ class ControlToken(msgspec.Struct, frozen=True):
     special: bool  # false: the tokenizer calls it ordinary text, as most do with <think> or <tool_call>
 
 
+class Lora(msgspec.Struct, frozen=True):
+    """A LoRA adapter that a model computes with."""
+
+    name: str  # of its folder in lora.lora_dir
+    scaling: float  # 0 or more
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a loaded model is and how it is set up."""
 
@@ -46,7 +53,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_size: int
     cache_mode: str
     chunk_size: int
-    use_vision: bool
+    use_vision: bool  # its vision tower is loaded
+    has_vision: bool = False  # it has one, loaded or not
     device: str  # "cuda" or "cpu"
     engine_version: str
     draft_mode: str | None  # None: no drafting
@@ -55,6 +63,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int  # token ids go from 0 to this less 1
     control_tokens: list[ControlToken]
     warnings: list[str]  # advice given at load, also in the log
+    loras: list[Lora] = []
 
 
 # --- server to engine ---------------------------------------------------------------------------------------------
@@ -90,7 +99,8 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
     text: str
     add_bos: bool | None  # None: as the model's tokenizer_config says
     encode_special_tokens: bool
-    literals: list[TextSpan] = []  # as in GenerationRequest
+    literals: list[TextSpan] = []  # as in GenerationRequest, and so the images
+    images: list[ImageInput] = []
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
@@ -131,6 +141,23 @@ class ClearCache(msgspec.Struct, frozen=True, tag=True):
     id: str
 
 
+class CheckLoras(msgspec.Struct, frozen=True, tag=True):
+    """Asks which adapters could be applied. Changes nothing."""
+
+    id: str
+    loras: list[Lora]
+
+
+class SetLoras(msgspec.Struct, frozen=True, tag=True):
+    """Exchanges the adapters of the model, once all that was asked for before has come to its end.
+
+    No `Generate` may follow before the answer, which is `LorasSet`.
+    """
+
+    id: str
+    loras: list[Lora]
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Release everything and exit. The end of stdin means the same."""
 
@@ -147,6 +174,8 @@ ToEngine: TypeAlias = (
     | Explain
     | FlushCache
     | ClearCache
+    | CheckLoras
+    | SetLoras
     | Shutdown
 )
 
@@ -158,6 +187,7 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     """The model and its settings can be loaded, as far as can be told without loading."""
 
     plan: PlanBasis | None = None  # None: the model has no recurrent layers
+    memory: int = 0  # bytes of device memory that it will take, estimated
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):
@@ -169,6 +199,7 @@ class LoadProgress(msgspec.Struct, frozen=True, tag=True):
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     info: ModelInfo
     plan: PlanBasis | None = None  # as in Prepared, now with what follows from a measured speed
+    memory: int = 0  # bytes of device memory that it takes, measured where the device tells
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
@@ -232,6 +263,16 @@ class CacheChanged(msgspec.Struct, frozen=True, tag=True):
     change: CacheChange
 
 
+class LorasChecked(msgspec.Struct, frozen=True, tag=True):
+    id: str
+    problems: list[ErrorRecord | None]  # one for each that was asked about; None: it can be applied
+
+
+class LorasSet(msgspec.Struct, frozen=True, tag=True):
+    id: str
+    info: ModelInfo
+
+
 class Log(msgspec.Struct, frozen=True, tag=True):
     level: str  # loguru's level name
     message: str
@@ -252,6 +293,8 @@ FromEngine: TypeAlias = (
     | Inspected
     | Explained
     | CacheChanged
+    | LorasChecked
+    | LorasSet
     | Log
 )
 
@@ -264,8 +307,9 @@ MAX_FRAME_BYTES = 256 << 20
 _encoder = msgspec.msgpack.Encoder()
 
 
-def frame(message: ToEngine | FromEngine) -> bytes:
-    """Raises `RequestTooLarge` for a message of more than `MAX_FRAME_BYTES`."""
+def frame(message: msgspec.Struct) -> bytes:
+    """A record of one of the unions, or of those of another process. Raises `RequestTooLarge` where it takes more than
+    `MAX_FRAME_BYTES`."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise RequestTooLarge(

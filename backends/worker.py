@@ -8,43 +8,35 @@ other threads touch only bytes: the one that reads stdin, and the interpreter's 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import signal
-import sys
-import threading
-import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeAlias
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
 import msgspec
 from loguru import logger
 
 from backends import messages
 from backends.messages import FromEngine, LoadProgress, ModelInfo, ToEngine
+from backends.worker_process import WorkerProcess, is_out_of_memory, open_pipes, summary
 from common.caching import CacheChange, CacheExplanation, CacheState, PlanBasis
 from common.config_models import LoadSettings
 from common.errors import EngineFailed, EngineOutOfMemory, ErrorRecord, ModelLoadFailed, ServerError
-from common.generation import Event, Finish, GenerationRequest, TextSpan
+from common.generation import Event, Finish, GenerationRequest, ImageInput, TextSpan
 from common.hidden_paths import hide_paths
-from common.logger import ToLoguru
 
-if TYPE_CHECKING:
-    from loguru import Message
-
-
-# What torch's allocators, CUDA and the engine's own loader say when memory runs out.
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed", "insufficient vram")
 MODEL_TOO_LARGE = (
     "there is not enough memory to load it. Lower cache_size or max_seq_len, take a smaller cache_mode such as Q8 or "
     "Q4, lower chunk_size or max_batch_size, spread the model with gpu_split or leave more room with "
     "autosplit_reserve, or take a smaller model."
 )
 MODEL_IS_STRANGE = "Its files may be damaged, or of a kind that the engine does not know; the server's log says more."
+ADAPTERS_TOO_LARGE = (
+    "There is not enough memory for these adapters; those that were applied still are. Apply fewer, or load the model "
+    "with a smaller cache_size."
+)
 REQUEST_TOO_LARGE = (
     "The engine ran out of memory over this request. Send a shorter prompt, or load the model with a smaller "
     "chunk_size, cache_size or max_batch_size."
@@ -78,6 +70,9 @@ class Container(Protocol):
     def plan_basis(self) -> PlanBasis | None:
         """What checkpoints cost and where they fall; None without recurrent layers."""
 
+    def memory_bytes(self) -> int:
+        """What it takes of its device's memory: an estimate; once it is loaded what was measured, where it can be."""
+
     def load(self) -> Iterator[LoadProgress]:
         """Read the weights."""
 
@@ -86,11 +81,23 @@ class Container(Protocol):
 
     def info(self) -> ModelInfo: ...
 
+    async def see(self, images: Sequence[ImageInput]) -> None:
+        """Turn images into what the model reads, while requests go on. Those that it has seen lately are quick.
+
+        Raises `ServerError` for one that it cannot see.
+        """
+
     def start(self, request: GenerationRequest) -> Job:
         """Tokenise, check and queue. Raises `ServerError` for a request that cannot be served."""
 
     def encode(
-        self, text: str, *, add_bos: bool | None, encode_special_tokens: bool, literals: Sequence[TextSpan]
+        self,
+        text: str,
+        *,
+        add_bos: bool | None,
+        encode_special_tokens: bool,
+        literals: Sequence[TextSpan],
+        images: Sequence[ImageInput],
     ) -> list[int]: ...
 
     def decode(self, tokens: list[int], *, decode_special_tokens: bool) -> str: ...
@@ -113,6 +120,15 @@ class Container(Protocol):
     def broken(self) -> bool:
         """Whether the engine failed as a whole, so that only a new process helps."""
 
+    def check_loras(self, loras: Sequence[messages.Lora]) -> list[ErrorRecord | None]:
+        """Which adapters could be applied, and why others cannot."""
+
+    def set_loras(self, loras: Sequence[messages.Lora]) -> None:
+        """Compute with these adapters and no others. No job may be running.
+
+        Raises `ServerError` where one cannot be applied; nothing has changed then.
+        """
+
     async def unload(self) -> None: ...
 
 
@@ -122,35 +138,23 @@ class CreateContainer(Protocol):
 
 
 # Answered in the turn of the loop in which they come.
-Call: TypeAlias = messages.Encode | messages.Decode | messages.Split | messages.Inspect | messages.Explain
+Call: TypeAlias = (
+    messages.Encode | messages.Decode | messages.Split | messages.Inspect | messages.Explain | messages.CheckLoras
+)
 
 
-class Worker:
-    """Carries messages between a pipe pair and a container until told to stop."""
+class Worker(WorkerProcess[ToEngine]):
+    """Has a container do what the server asks until told to stop."""
+
+    decoder = messages.to_engine_decoder
 
     def __init__(self, create: CreateContainer, incoming: FileIO, outgoing: BinaryIO) -> None:
+        super().__init__(incoming, outgoing)
         self._create = create
-        self._incoming = incoming
-        self._outgoing = outgoing
-        self._inbox: asyncio.Queue[ToEngine] = asyncio.Queue()  # of a process that does not serve yet
-        self._receive: Callable[[ToEngine], None] = self._inbox.put_nowait
-        self._stopped = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._flushing: asyncio.Handle | None = None  # of what is written and not flushed
 
     async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        threading.Thread(target=self._read, args=(loop,), name="stdin", daemon=True).start()
-        logger.remove()
-        logger.add(
-            partial(self._tell, loop),
-            level="DEBUG",  # the server keeps what its own settings ask for
-            format="{message}",
-            backtrace=False,
-            diagnose=False,  # values of variables may be prompts
-        )
-        # The engine's own warnings, as of a disk tier that cannot be written any more.
-        logging.basicConfig(handlers=[ToLoguru()], level=logging.WARNING, force=True)
+        self._open()
         try:
             container = await self._bring_up()
         except ServerError as error:
@@ -169,7 +173,7 @@ class Worker:
         directory = Path(message.directory)
         try:
             container = self._create(directory, LoadSettings.model_validate_json(message.settings))
-            self._send(messages.Prepared(plan=container.plan_basis()))
+            self._send(messages.Prepared(plan=container.plan_basis(), memory=container.memory_bytes()))
             if not isinstance(await self._inbox.get(), messages.Load):
                 return None
             for progress in container.load():
@@ -180,9 +184,9 @@ class Worker:
         except Exception as error:
             # Whatever the engine raises over a model is the user's to know: which file, which memory, which shape.
             logger.opt(exception=error).error("Loading {} failed", directory.name)
-            reason = MODEL_TOO_LARGE if is_out_of_memory(error) else f"{_summary(error)}. {MODEL_IS_STRANGE}"
+            reason = MODEL_TOO_LARGE if is_out_of_memory(error) else f"{summary(error)}. {MODEL_IS_STRANGE}"
             raise ModelLoadFailed(f"{directory.name}: {reason}") from error
-        self._send(messages.Loaded(info=container.info(), plan=container.plan_basis()))
+        self._send(messages.Loaded(info=container.info(), plan=container.plan_basis(), memory=container.memory_bytes()))
         return container
 
     async def _serve(self, container: Container) -> None:
@@ -191,10 +195,8 @@ class Worker:
         A message is handled in the turn of the loop in which it comes: between two turns lies a step of the engine,
         which may be a whole prefill chunk.
         """
-        self._receive = partial(self._handle, container)
         container.on_results = self._flush_last
-        while not self._inbox.empty():
-            self._receive(self._inbox.get_nowait())
+        self._serve_with(partial(self._handle, container))
         await self._stopped.wait()
         for task in self._tasks.values():
             task.cancel()
@@ -203,16 +205,32 @@ class Worker:
 
     def _handle(self, container: Container, message: ToEngine) -> None:
         match message:
+            case messages.Generate(id=request_id, request=request) if request.images:
+                self._run(request_id, self._see_and_start(container, request_id, request))
             case messages.Generate(id=request_id, request=request):
                 self._start(container, request_id, request)
             case messages.Cancel(id=request_id):
                 self._cancel(request_id)
-            case messages.Encode() | messages.Decode() | messages.Split() | messages.Inspect() | messages.Explain():
+            case (
+                messages.Encode(images=[_, *_] as images)
+                | messages.Explain(request=GenerationRequest(images=[_, *_] as images))
+            ):
+                self._run(message.id, self._see_and_answer(container, message, images))
+            case (
+                messages.Encode()
+                | messages.Decode()
+                | messages.Split()
+                | messages.Inspect()
+                | messages.Explain()
+                | messages.CheckLoras()
+            ):
                 self._send(self._answer(container, message))
             case messages.FlushCache(id=call_id):
                 self._run(call_id, self._change_cache(call_id, container.flush))
             case messages.ClearCache(id=call_id):
                 self._run(call_id, self._change_cache(call_id, container.clear))
+            case messages.SetLoras(id=call_id, loras=loras):
+                self._run(call_id, self._set_loras(container, call_id, loras))
             case messages.Shutdown():
                 self._stopped.set()
             case _:
@@ -227,6 +245,28 @@ class Worker:
         # In this order, so that the job begins before what is sent once it is known to be accepted.
         self._run(request_id, self._pump(container, request_id, job))
         self._send(messages.Accepted(id=request_id, prompt_tokens=job.prompt_tokens))
+
+    async def _see_and_start(self, container: Container, request_id: str, request: GenerationRequest) -> None:
+        """As `_start()`, of a request with images: steps of the engine come between them."""
+        try:
+            await container.see(request.images)
+            job = container.start(request)
+        except asyncio.CancelledError:
+            self._send(messages.Cancelled(id=request_id))
+            raise
+        except Exception as error:
+            self._send(messages.Failed(id=request_id, error=_record(error)))
+            return
+        self._send(messages.Accepted(id=request_id, prompt_tokens=job.prompt_tokens))
+        await self._pump(container, request_id, job)
+
+    async def _see_and_answer(self, container: Container, call: Call, images: Sequence[ImageInput]) -> None:
+        try:
+            await container.see(images)
+        except Exception as error:
+            self._send(messages.Failed(id=call.id, error=_record(error)))
+        else:
+            self._send(self._answer(container, call))
 
     def _run(self, message_id: str, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -265,6 +305,18 @@ class Worker:
         except Exception as error:
             self._send(messages.Failed(id=call_id, error=_record(error)))
 
+    async def _set_loras(self, container: Container, call_id: str, loras: Sequence[messages.Lora]) -> None:
+        before = set(self._tasks.values()) - {asyncio.current_task()}
+        if before:
+            await asyncio.wait(before)
+        try:
+            container.set_loras(loras)
+        except Exception as error:
+            failure = EngineOutOfMemory(ADAPTERS_TOO_LARGE) if is_out_of_memory(error) else error
+            self._send(messages.Failed(id=call_id, error=_record(failure)))
+        else:
+            self._send(messages.LorasSet(id=call_id, info=container.info()))
+
     def _answer(self, container: Container, call: Call) -> FromEngine:
         try:
             match call:
@@ -274,6 +326,7 @@ class Worker:
                         add_bos=call.add_bos,
                         encode_special_tokens=call.encode_special_tokens,
                         literals=call.literals,
+                        images=call.images,
                     )
                     return messages.Encoded(id=call.id, tokens=tokens)
                 case messages.Decode():
@@ -285,76 +338,10 @@ class Worker:
                     return messages.Inspected(id=call.id, state=container.cache_state())
                 case messages.Explain():
                     return messages.Explained(id=call.id, explanation=container.explain(call.request))
+                case messages.CheckLoras():
+                    return messages.LorasChecked(id=call.id, problems=container.check_loras(call.loras))
         except Exception as error:
             return messages.Failed(id=call.id, error=_record(error))
-
-    def _tell(self, loop: asyncio.AbstractEventLoop, entry: Message) -> None:
-        """Send a line of the log, in the loop's thread: the engine has others, which log too."""
-        message = messages.Log(level=entry.record["level"].name, message=str(entry).rstrip())
-        if threading.current_thread() is threading.main_thread():
-            self._send(message)
-            return
-        with suppress(RuntimeError):  # the loop is closed: the process ends
-            loop.call_soon_threadsafe(self._send, message)
-
-    def _send(self, message: FromEngine) -> None:
-        self._outgoing.write(messages.frame(message))
-        self._flush()
-
-    def _write(self, message: FromEngine) -> None:
-        """Send a message together with others of this turn of the loop."""
-        self._outgoing.write(messages.frame(message))
-        if self._flushing is None:
-            self._flushing = asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush_last(self) -> None:
-        """Flush as soon as all that has been woken so far has run: what a step of the engine gave, before the next."""
-        if self._flushing is not None:
-            self._flushing.cancel()
-        self._flushing = asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flushing = None
-        # Blocks when the server does not read: the engine shall not run ahead of it without bounds.
-        self._outgoing.flush()
-
-    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            self._read_messages(loop)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)  # a process that does not hear any more is of no use
-
-    def _read_messages(self, loop: asyncio.AbstractEventLoop) -> None:
-        while True:
-            length = messages.body_length(self._read_exactly(messages.HEADER_BYTES))
-            message = messages.to_engine_decoder.decode(self._read_exactly(length))
-            try:
-                loop.call_soon_threadsafe(self._deliver, message)
-            except RuntimeError:  # the loop is closed: the model cannot be loaded, and the process ends by itself
-                return
-            if isinstance(message, messages.Shutdown):
-                return
-
-    def _deliver(self, message: ToEngine) -> None:
-        self._receive(message)
-
-    def _read_exactly(self, count: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < count:
-            part = self._incoming.read(count - len(parts))
-            if not part:
-                os._exit(0)  # the parent is gone; nobody wants what the engine may be busy with
-            parts += part
-        return bytes(parts)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, of the host or of a GPU. By name and text: this module does not import torch."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
 
 
 def _record(error: Exception) -> ErrorRecord:
@@ -363,7 +350,7 @@ def _record(error: Exception) -> ErrorRecord:
     logger.opt(exception=error).error("A request failed in the engine")
     if is_out_of_memory(error):
         return EngineOutOfMemory(REQUEST_TOO_LARGE).to_record()
-    return EngineFailed(f"The engine failed on this request: {_summary(error)}").to_record()
+    return EngineFailed(f"The engine failed on this request: {summary(error)}").to_record()
 
 
 async def _end(job: Job) -> None:
@@ -373,20 +360,9 @@ async def _end(job: Job) -> None:
         logger.exception("A request could not be ended in order")
 
 
-def _summary(error: Exception) -> str:
-    """What went wrong, without the C++ stack that torch adds, and without the places of files."""
-    return hide_paths(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-
-
 def run(create: CreateContainer) -> None:
     """Serve one server process over this process's stdin and stdout."""
-    # Ctrl-C in a terminal reaches every process of the group; the server decides when an engine ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Frames get a descriptor of their own, so that whatever prints to stdout cannot corrupt them.
-    outgoing = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    # Unbuffered: a thread that waits in a buffered reader holds its lock, which aborts the interpreter's shutdown.
-    incoming = FileIO(os.dup(sys.stdin.fileno()))
+    incoming, outgoing = open_pipes()
     asyncio.run(Worker(create, incoming, outgoing).run())
 
 

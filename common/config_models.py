@@ -1,8 +1,8 @@
 """Every setting: name, type, default, limits and description, said once.
 
 From these models derive the sample file, the command line, the names in the environment, the load request, the tables
-in `docs/02.-Server-options.md`, and the checks. Names and defaults are TabbyAPI's where it has the setting. The string
-under a setting is its description, for users.
+in `docs/02.-Server-options.md`, and the checks. Names and defaults are TabbyAPI's where it has the setting, but for the
+default of `api_servers`. The string under a setting is its description, for users.
 
 An explicit null means the same as leaving a key out. Numbers and truth values may be given as text, as the environment
 and the command line do; so may lists and mappings, in YAML's flow style or, lists, separated by commas.
@@ -50,8 +50,6 @@ class Allowed:
     text: str
 
 
-PLANNED = NoEffect("what it controls is not built yet.")
-KOBOLD_PLANNED = NoEffect("the Kobold API is not built yet.", when=lambda servers: "kobold" in servers)
 SEQ_SHIPPED = NoEffect("with log_json on, any log shipper can send the log to Seq.")
 ENGINE_SETS_ROPE = NoEffect("ExLlamaV3 reads the RoPE parameters from the model's config.json.")
 
@@ -125,6 +123,12 @@ def _check_hosts(hosts: list[str]) -> list[str]:
     return [host.lower().strip("[]").rstrip(".") for host in hosts]
 
 
+def _check_adapters(adapters: list[Any]) -> list[Any]:
+    if len({adapter.name for adapter in adapters}) < len(adapters):
+        raise ValueError("an adapter is named twice")
+    return adapters
+
+
 def _parse_target(value: object) -> object:
     if isinstance(value, str) and value.strip().isdigit():
         value = int(value)
@@ -157,9 +161,12 @@ CheckpointTarget: TypeAlias = Annotated[
     BeforeValidator(_parse_target),
     Allowed(f"tokens, at least {PAGE_TOKENS}, or seconds such as 3s"),
 ]
+Aliases: TypeAlias = Annotated[
+    dict[str, str], BeforeValidator(_parse_flow), Allowed("a mapping of names to folders in model_dir")
+]
 RopeAlpha: TypeAlias = Annotated[Number | Literal["auto"], Allowed("a number or auto")]
 ApiServers: TypeAlias = Annotated[
-    ListOf[Annotated[Literal["oai", "kobold"], BeforeValidator(_lower)]],
+    ListOf[Annotated[Literal["oai", "anthropic", "kobold", "ollama"], BeforeValidator(_lower)]],
     AfterValidator(lambda servers: servers or ["oai"]),
 ]
 Origins: TypeAlias = Annotated[
@@ -214,11 +221,16 @@ class NetworkConfig(Section):
     """Hosts of your own network that images may be fetched from, such as nas.local or 192.168.1.20. Other addresses
     that are not public are never fetched from, whatever name or redirect leads there."""
 
+    image_dir: str | None = None
+    """Folder whose images requests may name, as file://cat.png. Whoever has a key can have them described, those in
+    folders inside it too. Empty: none."""
+
     send_tracebacks: Annotated[bool, NoEffect("tracebacks stay in the log, where they cannot leak to clients.")] = False
     """Taken from TabbyAPI's files, without effect: tracebacks go to the log only."""
 
-    api_servers: Annotated[ApiServers, KOBOLD_PLANNED] = ["oai"]
-    """Front ends to offer: oai (OpenAI's API) and kobold. Health, model and key routes are always there."""
+    api_servers: ApiServers = ["oai", "kobold", "ollama"]
+    """Front ends to offer: oai (OpenAI's API with Anthropic's and llama.cpp's), anthropic (Anthropic's alone), kobold
+    (KoboldAI's and KoboldCpp's) and ollama. Health, model and key routes are always there."""
 
     ssl_certfile: str | None = None
     """Certificate of the server, with those between it and its authority, as a PEM file. With it and ssl_keyfile the
@@ -263,6 +275,10 @@ class NetworkConfig(Section):
     shutdown_timeout: NotNegative = 10
     """Seconds that requests in flight may still take when the server is told to stop; what is left then ends with an
     error. A second signal stops it at once."""
+
+    response_store_mb: NotNegative = 64
+    """Memory in MB for the responses of /v1/responses that clients want kept, to go on from them or to ask for them
+    again. The least recently used are dropped first, all of them when the server ends. 0: keep none."""
 
     sse_ping_interval: NotNegative = 15
     """Seconds between signs of life in a stream that has nothing else to send, as during a long prefill. 0 sends
@@ -398,7 +414,7 @@ class ModelParameters(Section):
     """Chat template to use instead of the model's own: the name of a .jinja file in templates/, or of one of the
     model's templates."""
 
-    vision: Annotated[bool, PLANNED] = False
+    vision: bool = False
     """Load the model's vision tower, so that it takes images."""
 
     template_vars_default: Variables = {}
@@ -486,15 +502,34 @@ class ModelSelection(Section):
     model_dir: str = "models"
     """Folder that holds the model folders."""
 
-    inline_model_loading: Annotated[bool, PLANNED] = False
-    """Let the "model" field of a request load that model. Otherwise the loaded model answers, whatever the field
-    says."""
+    inline_model_loading: bool = False
+    """Let the "model" field of a request load that model, whichever key it comes with; a name that is no model is then
+    refused. Otherwise a loaded model that the field names answers, and for any other name the one that was loaded
+    last."""
 
-    use_dummy_models: Annotated[bool, PLANNED] = False
-    """List the names below as models, for clients that insist on one of them."""
+    aliases: Aliases = {}
+    """More names for models, each with the folder in model_dir that it stands for, such as {"gpt-4o": "my-model"}.
+    Whatever takes a model's name takes them too."""
 
-    dummy_model_names: Annotated[ListOf[str], PLANNED] = ["gpt-3.5-turbo"]
+    use_dummy_models: bool = False
+    """List the names below as models, for clients that insist on one of them. The model answers to them that answers
+    requests which name none."""
+
+    dummy_model_names: ListOf[str] = ["gpt-3.5-turbo"]
     """Names that use_dummy_models lists."""
+
+    max_models: Positive = 1
+    """Most models that are loaded at once, each in a process of its own. For a further one that goes which was unused
+    for longest, as soon as it works on no request."""
+
+    memory_budget: Positive | None = None
+    """MB that all loaded models may take together, of VRAM or, without a GPU, of RAM: their weights and key/value
+    caches. What a model will take is estimated from the sizes of its files and its cache; on GPUs what it has taken
+    counts once it is loaded. Empty: max_models is the only limit."""
+
+    idle_timeout: NotNegative = 0
+    """Seconds without a request after which a model is unloaded. The next request that it would answer loads it again.
+    0: never."""
 
     model_name: str | None = None
     """Folder in model_dir to load at start. Empty: none, a model is loaded by request."""
@@ -578,31 +613,49 @@ class LoraInstance(Section):
     scaling: Annotated[Number, Ge(0)] = 1.0
 
 
-class LoraConfig(Section):
-    """LoRA adapters."""
-
-    lora_dir: Annotated[str, PLANNED] = "loras"
-    """Folder that holds the adapters' folders."""
+class LoraParameters(Section):
+    """Which adapters a model gets: what config.yml, tabby_config.yml and a load request have in common."""
 
     loras: Annotated[
         ListOf[Annotated[LoraInstance, BeforeValidator(_parse_flow)]],
-        PLANNED,
-        Allowed('a list such as [{"name": "my-lora", "scaling": 1.0}]'),
+        AfterValidator(_check_adapters),
+        Allowed('a list such as [{"name": "my-lora", "scaling": 1.0}], each name once'),
     ] = []
-    """Adapters to apply to the model loaded at start, each with a name and a scaling of 0 or more."""
+    """Adapters to apply, each with a name and a scaling of 0 or more. In config.yml: to the model loaded at start.
+    Every other model gets those that its own tabby_config.yml or the load request names."""
+
+
+class LoraSelection(Section):
+    """Where adapters are."""
+
+    lora_dir: str = "loras"
+    """Folder that holds the adapters' folders."""
+
+
+class LoraConfig(LoraParameters, LoraSelection):
+    """LoRA adapters."""
 
 
 class EmbeddingsConfig(Section):
-    """The embedding model."""
+    """Embedding models and rerankers. They need sentence-transformers: start with --extra embeddings."""
 
-    embedding_model_dir: Annotated[str, PLANNED] = "models"
-    """Folder that holds the embedding models' folders."""
+    embedding_model_dir: str = "models"
+    """Folder that holds the folders of embedding models and rerankers."""
 
-    embeddings_device: Annotated[Literal["cpu", "auto", "cuda"], PLANNED] = "cpu"
-    """Where embeddings are computed."""
+    embeddings_device: Literal["cpu", "auto", "cuda"] = "cpu"
+    """Where they compute: on the CPU, on a GPU beside the language model (cuda), or on a GPU if there is one (auto). On
+    the CPU with float32, whatever the files hold."""
 
-    embedding_model_name: Annotated[str | None, PLANNED] = None
-    """Folder in embedding_model_dir of the embedding model to load at start."""
+    embedding_model_name: str | None = None
+    """Folder in embedding_model_dir to load at start. Empty: none, a model is loaded by request."""
+
+    embeddings_batch_tokens: Positive | None = None
+    """Tokens that are computed in one step, padding included; between two steps others get their turn. More is faster
+    on a GPU, and takes more memory. Empty: 16384 on a GPU, 1024 on the CPU."""
+
+    embeddings_truncate: bool = False
+    """Cut texts that are too long for the model off, where a request does not say. Otherwise they are an error, as
+    with OpenAI."""
 
 
 class SamplingConfig(Section):
@@ -622,6 +675,10 @@ class MemoryConfig(Section):
     sysmem_kv_cache: NotNegative = 0
     """MB of host RAM for key/value pages pushed out of VRAM, from where they return quicker than they are computed. At
     least two pages of the model have to fit. 0: none."""
+
+    sysmem_image_cache: NotNegative = 1024
+    """MB of host RAM for images as the model sees them, so that one that comes again, as in every turn of a chat, need
+    not go through the vision tower again. Those unused for longest go first."""
 
     disk_cache_dir: str | None = None
     """Folder in which key/value pages and checkpoints are kept, so that they survive a restart and another model. What
@@ -691,4 +748,5 @@ class LoadSettings(Section):
 
     model: ModelConfig = ModelConfig()
     draft_model: DraftModelConfig = DraftModelConfig()
+    lora: LoraConfig = LoraConfig()
     memory: MemoryConfig = MemoryConfig()

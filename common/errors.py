@@ -3,7 +3,9 @@
     ServerError                        500  server_error
     ├── InvalidRequest                 400  invalid_request_error
     │   ├── ContextLengthExceeded      400  invalid_request_error   context_length_exceeded
-    │   └── Unsupported                400  invalid_request_error   unsupported
+    │   ├── PreviousResponseNotFound   400  invalid_request_error   previous_response_not_found
+    │   ├── Unsupported                400  invalid_request_error   unsupported
+    │   └── Conflict                   409  invalid_request_error   conflict
     ├── AuthenticationFailed           401  authentication_error    invalid_api_key
     ├── NotFound                       404  not_found_error         not_found
     │   └── ModelNotFound              404  not_found_error         model_not_found
@@ -17,6 +19,8 @@
     ├── ServerBusy                     503  service_unavailable     server_busy
     ├── QueueTimeout                   503  service_unavailable     queue_timeout
     ├── ModelLoadFailed                500  server_error            model_load_failed
+    ├── DownloadFailed                 502  server_error            download_failed
+    ├── DiskFull                       507  server_error            disk_full
     ├── EngineFailed                   500  server_error            engine_failed
     │   ├── EngineOutOfMemory          500  server_error            engine_out_of_memory
     │   └── EngineHangs                500  server_error            engine_hangs
@@ -91,10 +95,23 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class PreviousResponseNotFound(InvalidRequest):
+    """The stored response that the request goes on from is not there."""
+
+    code = "previous_response_not_found"
+
+
 class Unsupported(InvalidRequest):
     """The request asks for something this server or this model cannot do."""
 
     code = "unsupported"
+
+
+class Conflict(InvalidRequest):
+    """What is there already, or under way, stands against the request."""
+
+    status = 409
+    code = "conflict"
 
 
 class AuthenticationFailed(ServerError):
@@ -199,6 +216,20 @@ class ModelLoadFailed(ServerError):
     """The model could not be loaded; what served before still serves."""
 
     code = "model_load_failed"
+
+
+class DownloadFailed(ServerError):
+    """The hub cannot be reached, or sends what it should not; what has come of the files is kept."""
+
+    status = 502
+    code = "download_failed"
+
+
+class DiskFull(ServerError):
+    """The files do not fit the disk."""
+
+    status = 507
+    code = "disk_full"
 
 
 class EngineFailed(ServerError):

@@ -43,8 +43,14 @@ MAX_TOOLS: Final = 1_000
 MAX_CHOICES: Final = 10_000  # of which an answer is one
 MAX_WORDS: Final = 64  # in lists of names, such as llama.cpp's samplers
 MAX_FILES: Final = 1_000  # around the text to fill in
+MAX_PATTERNS: Final = 1_000  # of names of files to download
 MAX_TOKENIZED: Final = 4_000_000  # characters, where tokens are all that is asked for
 MAX_ENCODED: Final = 256  # texts that become tokens one by one, between token ids or as biases
+
+# --- embeddings ---------------------------------------------------------------------------------------------------
+
+MAX_EMBEDDED: Final = 2_048  # texts of one request, as with OpenAI
+MAX_RANKED: Final = 2_048  # documents of one request
 
 # --- files of a model ---------------------------------------------------------------------------------------------
 

@@ -122,6 +122,13 @@ class Metrics:
 
         # models
         self._loads = self._counter("model_loads", "Loads of a model: loaded or failed.", "outcome")
+        self.models_loaded = self._gauge("models_loaded", "Models that are loaded.")
+        self._unloads = self._counter(
+            "model_unloads",
+            "Models that are no longer loaded, by why: displaced, as another one took their room; idle, after "
+            "model.idle_timeout; or requested.",
+            "reason",
+        )
         self._restarts = self._counter(
             "engine_restarts", "Starts of an engine process in place of one that has died: back or failed.", "outcome"
         )
@@ -136,6 +143,7 @@ class Metrics:
             (self._prompt_tokens, get_args(PromptSource)),
             (self._draft_tokens, ("accepted", "rejected")),
             (self._loads, ("loaded", "failed")),
+            (self._unloads, ("displaced", "idle", "requested")),
             (self._restarts, ("back", "failed")),
             (self.requests_refused, (ServerBusy.code, TooManyRequests.code, QueueTimeout.code)),
         ):
@@ -162,6 +170,9 @@ class Metrics:
 
     def count_load(self, loaded: bool) -> None:
         self._loads.labels("loaded" if loaded else "failed").inc()
+
+    def count_unload(self, reason: str) -> None:
+        self._unloads.labels(reason).inc()
 
     def count_restart(self, back: bool) -> None:
         self._restarts.labels("back" if back else "failed").inc()

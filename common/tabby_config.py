@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from common.config_models import DraftModelParameters, LoadSettings, ModelParameters, Settings
+from common.config_models import DraftModelParameters, LoadSettings, LoraParameters, ModelParameters, Settings
 from common.errors import InvalidRequest, SettingsError
 from common.names import path_within
 from common.settings_catalog import ALL_SETTINGS, CATALOG, SECTIONS, did_you_mean, explain_refusal, unknown_keys
@@ -33,7 +33,12 @@ SAMPLE_FILE = "config_sample.yml"
 MODEL_FILE = "tabby_config.yml"
 
 # Relative to the working directory, which the engine's process does not share.
-PATHS = (("draft_model", "draft_model_dir"), ("draft_model", "ngram_corpus"), ("memory", "disk_cache_dir"))
+PATHS = (
+    ("draft_model", "draft_model_dir"),
+    ("draft_model", "ngram_corpus"),
+    ("lora", "lora_dir"),
+    ("memory", "disk_cache_dir"),
+)
 
 # Values by section and key, of any layer.
 Values: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -269,10 +274,10 @@ def merge_load_settings(
 ) -> LoadSettings:
     """What a model is loaded with.
 
-    Later wins. At start: the sections `model` and `draft_model`, the `tabby_config.yml` in the model's folder, single
-    command-line options. By request: the values of the settings that `use_as_default` names, the model's
-    `tabby_config.yml`, the fields of the request that are not null. The memory settings and the folder of draft models
-    are always the server's.
+    Later wins. At start: the sections `model` and `draft_model` and the adapters of `lora`, the `tabby_config.yml` in
+    the model's folder, single command-line options. By request: the values of the settings that `use_as_default` names,
+    the model's `tabby_config.yml`, the fields of the request that are not null. The memory settings and the folders of
+    draft models and adapters are always the server's.
 
     Args:
         settings: the server's.
@@ -288,11 +293,14 @@ def merge_load_settings(
         "draft_model": settings.draft_model.model_dump(include=set(DraftModelParameters.model_fields)),
     }
     if request is None:
+        # An adapter is made for one model: others do not inherit it.
+        server["lora"] = settings.lora.model_dump(include=set(LoraParameters.model_fields))
         first, last, source = server, command_line or {}, "command line"
     else:
         names = set(settings.model.use_as_default)
         first = {section: {k: v for k, v in values.items() if k in names} for section, values in server.items()}
-        last, source = {"model": request, "draft_model": request.get("draft_model") or {}}, "load request"
+        last = {"model": request, "draft_model": request.get("draft_model") or {}, "lora": request}
+        source = "load request"
 
     merged = _merge(first, _model_file(model_directory))
     given = _check_load(_load_parameters(last), source)
@@ -300,6 +308,7 @@ def merge_load_settings(
         given["draft_model"]["ngram_corpus"] = _requested_corpus(Path(settings.model.model_dir), corpus)
     merged = _merge(merged, given)
     merged["draft_model"]["draft_model_dir"] = settings.draft_model.draft_model_dir
+    merged["lora"]["lora_dir"] = settings.lora.lora_dir
     merged["memory"] = settings.memory.model_dump()
     for section, key in PATHS:
         if path := merged[section].get(key):
@@ -332,7 +341,11 @@ def _check_load(values: Values, source: str) -> dict[str, dict[str, Any]]:
 
 def _load_parameters(values: Values) -> dict[str, dict[str, Any]]:
     """Of some values, those that are about one load and not null."""
-    parameters = {"model": ModelParameters.model_fields, "draft_model": DraftModelParameters.model_fields}
+    parameters = {
+        "model": ModelParameters.model_fields,
+        "draft_model": DraftModelParameters.model_fields,
+        "lora": LoraParameters.model_fields,
+    }
     return {
         section: {k: v for k, v in values.get(section, {}).items() if k in fields and v is not None}
         for section, fields in parameters.items()

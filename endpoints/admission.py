@@ -44,6 +44,16 @@ class RequestQueue:
         self._waiting: Counter[str] = Counter()  # by owner
         self._begun_at: deque[float] = deque(maxlen=PACE_REQUESTS)
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for the model."""
+        return self._waiting.total()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that wait, and those that have begun."""
+        return len(self._places)
+
     def enter(self, owner: str) -> Place:
         """A place for a request, which must `leave()` it in the end.
 
@@ -112,11 +122,16 @@ class RequestQueue:
 
 
 class Place:
-    """One request's. It waits until `begin()`, and can be ended from outside until `leave()`."""
+    """One request's. It waits until `begin()`, and can be ended from outside until `leave()`.
+
+    Attributes:
+        on_leave: called when the request has ended. It must not raise.
+    """
 
     def __init__(self, queue: RequestQueue, owner: str, timeout: float) -> None:
         """For `RequestQueue.enter()`."""
         self.owner = owner
+        self.on_leave: Callable[[], None] = lambda: None
         self._queue = queue
         self._waits = True
         self._error: ServerError | None = None
@@ -167,6 +182,7 @@ class Place:
         """The request has ended, in whatever way."""
         self._stop_waiting(begun=False)
         self._queue._left(self)
+        self.on_leave()
 
     def _stop_waiting(self, *, begun: bool) -> None:
         if self._waits:

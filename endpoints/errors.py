@@ -7,15 +7,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from itertools import islice
-from typing import Any, Final, NotRequired, TypeAlias, TypedDict
+from typing import Any, Final, NotRequired, TypeAlias, TypedDict, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from loguru import logger
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from common.errors import InvalidRequest, MethodNotAllowed, NotFound, ServerError
 from common.logger import request_id
+
+M = TypeVar("M", bound=BaseModel)
 
 MAX_PROBLEMS_SHOWN = 3
 MAX_INPUT_SHOWN = 80
@@ -104,6 +107,19 @@ def to_server_error(error: Exception) -> ServerError:
         return _from_http(error)
     logger.opt(exception=error).error("A request failed for a reason that the server does not know")
     return ServerError(f"The server failed on this request. Its log says more, under the id {request_id.get()}.")
+
+
+def validated(model: type[M], values: Mapping[str, Any]) -> M:
+    """An object that is made of a request's fields, where it is none of them that FastAPI has checked.
+
+    Raises:
+        RequestValidationError: the model refuses them.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
+        raise RequestValidationError(problems, body=values) from error
 
 
 def _from_http(error: HTTPException) -> ServerError:

@@ -102,8 +102,8 @@ def as_json(value: object, indent: int | None = None) -> str:
 
 
 def _parameters(generation: GenerationRequest) -> str:
-    fields = msgspec.to_builtins(generation)
-    del fields["prompt"]
+    fields = msgspec.to_builtins(msgspec.structs.replace(generation, images=[]))
+    del fields["prompt"], fields["images"]
     return as_json(fields)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute, iter_route_contexts
 from loguru import logger
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -21,7 +22,7 @@ from endpoints.admission import Place
 from endpoints.errors import core_error, error_response, openai_error, to_server_error
 from endpoints.prompt_thread import prompt_owner
 from endpoints.request_log import record_request
-from endpoints.state import state_of
+from endpoints.state import leases_of, state_of
 from endpoints.streaming import unless_disconnected
 
 Level: TypeAlias = Literal["none", "api", "admin"]
@@ -97,6 +98,13 @@ class ApiRoute(APIRoute):
         """Have the request handled, whose key has been checked and whose body is there."""
         return await handle(request)
 
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().handle(scope, receive, send)
+        finally:
+            for lease in leases_of(Request(scope)):
+                lease.release()
+
 
 class WatchedRoute(ApiRoute):
     """A route whose work is given up when its client goes away. What a stream does is up to the stream."""
@@ -119,6 +127,19 @@ class QueuedRoute(WatchedRoute):
             place: Place | None = getattr(Request(scope).state, "place", None)
             if place is not None:
                 place.leave()
+
+
+class AnyTypeRoute(ApiRoute):
+    """A route that takes every body for JSON, whatever its Content-Type: curl calls it a form where it is not told."""
+
+    def get_route_handler(self) -> Handler:
+        handle = super().get_route_handler()
+
+        async def as_json(request: Request) -> Response:
+            MutableHeaders(scope=request.scope)["Content-Type"] = "application/json"
+            return await handle(request)
+
+        return as_json
 
 
 class CoreRoute(ApiRoute):

@@ -27,19 +27,32 @@ from common.errors import RequestCancelled, ServerError, SettingsError
 from common.open_files import allow_many_open_files
 from common.sampling import SamplerPresets
 from common.version import VERSION
+from endpoints.Anthropic.router import v1 as anthropic_v1
 from endpoints.browsers import BrowserGuardMiddleware, CorsMiddleware
 from endpoints.core.cache import v1 as cache_v1
+from endpoints.core.download import v1 as download_v1
+from endpoints.core.drafts import v1 as drafts_v1
+from endpoints.core.embeddings import v1 as embedding_models_v1
+from endpoints.core.lora import v1 as lora_v1
+from endpoints.core.models import v1 as models_v1
 from endpoints.core.router import router as core_router
 from endpoints.core.router import v1 as core_v1
 from endpoints.core.tokens import router as token_router
 from endpoints.core.tokens import v1 as token_v1
 from endpoints.documentation import documentation_router
 from endpoints.errors import ERROR_RESPONSES, ERROR_SCHEMA, core_error, error_response, to_server_error
+from endpoints.Kobold.router import generating as kobold_generating
+from endpoints.Kobold.router import router as kobold_router
 from endpoints.LlamaCpp.router import router as llama_cpp_router
 from endpoints.metrics import metrics_router
 from endpoints.middleware import HEADER, BodyLimitMiddleware, BodyTimeoutMiddleware, RequestContextMiddleware
+from endpoints.OAI.embeddings import v1 as embeddings_v1
 from endpoints.OAI.router import v1 as openai_v1
+from endpoints.Ollama.router import embedding as ollama_embedding
+from endpoints.Ollama.router import generating as ollama_generating
+from endpoints.Ollama.router import router as ollama_router
 from endpoints.protocol import MAX_HEADER_BYTES, HttpProtocol
+from endpoints.Responses.router import v1 as responses_v1
 from endpoints.routing import SECURITY_SCHEMES, VERSION_PREFIX, RouteAccess, methods_of, route_table
 from endpoints.state import ServerState, application_state, attach_state, state_of
 
@@ -71,6 +84,9 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
+        await state.downloads.close()
+        await state.responses.close()
+        await state.embeddings.close()
         await manager.close()
         state.prompts.close()
 
@@ -88,16 +104,24 @@ def create_app(
     state = ServerState(settings, manager, keys, presets)
     manager.on_loaded = state.prepare
     manager.on_load_ended = state.metrics.count_load
+    manager.on_unload = state.metrics.count_unload
     manager.on_restart = state.metrics.count_restart
+    state.metrics.models_loaded.set_function(lambda: manager.loaded)
     attach_state(app.state, state)
     with_openai = "oai" in settings.network.api_servers
     documentation = documentation_router(settings.network.public_docs)
     unversioned = [core_router, documentation, metrics_router(state), token_router]
-    versioned = [core_v1, token_v1, cache_v1]
+    versioned = [core_v1, models_v1, embedding_models_v1, token_v1, cache_v1, lora_v1, drafts_v1, download_v1]
     if with_openai:
         # First, as routes are tried in turn, and these are asked for most.
-        versioned.insert(0, openai_v1)
+        versioned = [openai_v1, responses_v1, embeddings_v1, *versioned]
         unversioned.append(llama_cpp_router)
+    if "kobold" in settings.network.api_servers:
+        unversioned += [kobold_generating, kobold_router]
+    if "ollama" in settings.network.api_servers:
+        unversioned += [ollama_generating, ollama_embedding, ollama_router]
+    if with_openai or "anthropic" in settings.network.api_servers:
+        versioned.append(anthropic_v1)
     for router in versioned:
         app.include_router(router, prefix=VERSION_PREFIX)
     for router in unversioned:
@@ -218,10 +242,15 @@ class Server(uvicorn.Server):
         self._state.stopping = True
         for server in self.servers:
             server.close()
-        await asyncio.gather(self._manager.stop_loading(), self._requests_done())
+        await asyncio.gather(
+            self._manager.stop_loading(),
+            self._state.embeddings.stop_loading(),
+            self._state.downloads.close(),
+            self._requests_done(),
+        )
         self._state.queue.end_all(RequestCancelled("The server is shutting down; the request ends early."))
         asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._cut_connections)
-        await asyncio.gather(self._manager.close(), super().shutdown(sockets))
+        await asyncio.gather(self._manager.close(), self._state.embeddings.close(), super().shutdown(sockets))
 
     async def _requests_done(self) -> None:
         """Wait until the requests in flight are answered, or have had the time for it."""
@@ -231,7 +260,7 @@ class Server(uvicorn.Server):
 
     async def _end_at_once(self) -> None:
         logger.warning("Shutting down at once")
-        await self._manager.close(force=True)
+        await asyncio.gather(self._manager.close(force=True), self._state.embeddings.close(force=True))
         self._cut_connections()
         if tasks := set(self.server_state.tasks):
             await asyncio.wait(tasks, timeout=LAST_WORDS_SECONDS)

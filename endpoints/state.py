@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 from weakref import WeakKeyDictionary, WeakSet
@@ -12,19 +13,27 @@ from fastapi import Depends, FastAPI, Request
 from loguru import logger
 
 from backends.client import EngineClient
-from backends.manager import ModelManager
+from backends.embeddings.manager import EmbeddingManager
+from backends.manager import ModelManager, Wanted
 from backends.messages import ModelInfo
+from backends.residents import Lease
 from common.auth import KeyStore
 from common.config_models import LoadSettings, Settings
-from common.errors import InvalidRequest, ModelNotLoaded, RequestCancelled, ServerError
+from common.downloader import Downloads, download_folders
+from common.errors import InvalidRequest, ModelNotFound, ModelNotLoaded, RequestCancelled, ServerError
+from common.fetch import ImageFetcher
 from common.metrics import Metrics
+from common.names import untagged
 from common.parsing.detection import AnswerSyntax, check_settings, detect
 from common.sampling import SamplerPresets
 from common.sandbox import bounded
+from common.tabby_config import merge_load_settings
 from common.templating import ChatTemplate, find_template, list_templates
 from endpoints.admission import RequestQueue
+from endpoints.Kobold.utils.generations import Generations
 from endpoints.OAI.utils.prompt import Later, PromptWriter
 from endpoints.prompt_thread import PromptThread
+from endpoints.Responses.utils.store import ResponseStore
 
 _ATTRIBUTE: Final = "server"
 _TOOLS_UNKNOWN: Final = (
@@ -41,13 +50,29 @@ class ServerState:
     presets: SamplerPresets
     metrics: Metrics = field(default_factory=Metrics)
     queue: RequestQueue = field(init=False)
+    embeddings: EmbeddingManager = field(init=False)
+    embedding_queue: RequestQueue = field(init=False)
+    images: ImageFetcher = field(init=False)
     prompts: PromptThread = field(default_factory=PromptThread)
+    downloads: Downloads = field(init=False)
+    responses: ResponseStore = field(init=False)  # of the Responses API
+    kobold: Generations = field(default_factory=Generations)  # which Kobold's clients can ask about and end
     stopping: bool = False  # the server ends: what it has begun is finished, and nothing else begun
     _writers: WeakKeyDictionary[EngineClient, PromptWriter | None] = field(default_factory=WeakKeyDictionary)
     _given_tools: WeakSet[EngineClient] = field(default_factory=WeakSet)  # by a request, in a form that is unknown
 
     def __post_init__(self) -> None:
         self.queue = RequestQueue(self.settings.network, self.metrics)
+        self.embedding_queue = RequestQueue(self.settings.network, self.metrics)
+        self.embeddings = EmbeddingManager(
+            self.settings.embeddings,
+            load_on_demand=self.settings.model.inline_model_loading,
+            engine_timeout=self.settings.network.engine_timeout,
+        )
+        self.embeddings.on_restart = self.metrics.count_restart
+        self.images = ImageFetcher.of(self.settings.network)
+        self.responses = ResponseStore(self.settings.network.response_store_mb)
+        self.downloads = Downloads(download_folders(self.settings))
 
     def refuse_when_stopping(self) -> None:
         """Raise `RequestCancelled` where nothing new is begun any more."""
@@ -55,17 +80,95 @@ class ServerState:
             raise RequestCancelled("The server is shutting down. Send the request again once it is back.")
 
     async def serving(self, request: Request, name: str | None, *, keep_alive: float | None = None) -> EngineClient:
-        """The model that answers a request, which stays loaded until the request has ended.
+        """The model that answers a request, which stays loaded until the request has ended. It may have to be loaded.
+
+        Args:
+            name: that the request gives.
+            keep_alive: seconds for which the model stays loaded after this and later requests, negative for ever; None:
+                as the settings or an earlier request say.
 
         Raises:
-            ModelNotLoaded: there is none.
+            ModelNotFound: there is no model of that name, and model.inline_model_loading is set.
+            ModelNotLoaded: no model is named, and none is there.
+            ServerError: the model could not be loaded.
         """
-        return self.manager.require()
-
-    def require_ready(self) -> EngineClient:
-        """The loaded model, whose engine answers at this moment; else `ModelNotLoaded` with the reason."""
         self.refuse_when_stopping()
-        client = self.manager.require()
+        try:
+            lease = await self.manager.acquire(self._wanted(name), keep_alive=keep_alive)
+        except InvalidRequest as error:  # over what the model is loaded with, of which the request says its name only
+            error.param = "model"
+            raise
+        leases_of(request).append(lease)
+        return lease.client
+
+    def _wanted(self, name: str | None) -> Wanted | None:
+        """What a request names; None: it is left to the server."""
+        selection = self.settings.model
+        if not name or (selection.use_dummy_models and name in selection.dummy_model_names):
+            return None
+        name = untagged(name)  # clients that know models from Ollama's API may speak OpenAI's
+        if (known := self.manager.known(name)) is not None:
+            directory = known.directory
+        elif selection.inline_model_loading:
+            directory = self._model_named(name)
+        else:
+            return None
+        return Wanted(directory, partial(self._load_settings, directory))
+
+    def _model_named(self, name: str) -> Path:
+        try:
+            return self.manager.resolve(name, "model")
+        except (InvalidRequest, ModelNotFound) as error:
+            raise ModelNotFound(
+                f"There is no model {name!r}; /v1/models lists those that there are.", param="model"
+            ) from error
+
+    async def _load_settings(self, directory: Path) -> LoadSettings:
+        settings = merge_load_settings(self.settings, model_directory=directory, request={})
+        await check_load(directory, settings, self.presets)
+        return settings
+
+    def ready_model(self) -> str | None:
+        """Name of the model that answers requests which name none, or will when it is awake again.
+
+        None: there is none, and any that a request names is loaded for it.
+
+        Raises:
+            ModelNotLoaded: requests are not answered at this moment, and why.
+        """
+        if self.manager.sleeping is not None:
+            self.refuse_when_stopping()
+            return self.manager.sleeping.name
+        if self.settings.model.inline_model_loading and self.manager.state in ("empty", "failed"):
+            self.refuse_when_stopping()
+            return None
+        return self.require_ready().name
+
+    def shown_model(self, name: str | None = None) -> EngineClient:
+        """A model to say something of, which may be asleep.
+
+        Args:
+            name: None: that which answers requests that name none.
+
+        Raises:
+            ModelNotFound: it is neither up nor asleep.
+            ModelNotLoaded: no model is named, and none is there.
+        """
+        client = (self.manager.sleeping or self.manager.require()) if name is None else self.manager.known(name)
+        if client is None:
+            raise ModelNotFound(f"The model {name!r} is not loaded.", param="name")
+        return client
+
+    def require_ready(self, name: str | None = None) -> EngineClient:
+        """A loaded model, whose engine answers at this moment; else `ModelNotLoaded` with the reason.
+
+        Args:
+            name: that a request gives; for any but that of a loaded model it is the one that answers requests without.
+        """
+        self.refuse_when_stopping()
+        client = (self.manager.known(name) if name else None) or self.manager.require()
+        if client.state == "closed":
+            raise ModelNotLoaded(f"The model {client.name} sleeps. A request for an answer loads it again.")
         if client.state != "ready":
             what = "has failed" if client.state == "failed" else f"is {client.state}"
             raise ModelNotLoaded(f"The engine of {client.name} {what}: {client.failure}")
@@ -151,6 +254,14 @@ class ServerState:
             writer = await self.prompts.run(lambda: _writer(client, _loaded_template(client), self.prompts.later))
             self._writers.setdefault(client, writer)  # others may have had the same idea, or another template
         return self._writers[client]
+
+
+def leases_of(request: Request) -> list[Lease]:
+    """What a request holds of models; its route lets go of it when the response has been sent."""
+    leases: list[Lease] | None = getattr(request.state, "leases", None)
+    if leases is None:
+        leases = request.state.leases = []
+    return leases
 
 
 async def check_load(directory: Path, settings: LoadSettings, presets: SamplerPresets) -> None:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from backends.manager import ModelManager  # noqa: E402
-from common.config_models import PLANNED, Settings  # noqa: E402
+from common.config_models import Settings  # noqa: E402
 from common.errors import ServerError  # noqa: E402
 from common.fim import FAMILIES  # noqa: E402
 from common.metrics import Metrics  # noqa: E402
@@ -52,18 +52,6 @@ def _row(setting: Setting) -> str:
         # One with `when` does nothing for some of its values only.
         text += f" *{'No effect: ' if setting.no_effect.when is None else 'Note: '}{setting.no_effect.reason}*"
     return " | ".join(["| `" + setting.key + "`", default, setting.allowed, text.replace("|", "\\|") + " |"])
-
-
-def planned_settings_table() -> str:
-    rows = ["| Section | Keys |", "|---|---|"]
-    for section, settings in CATALOG.items():
-        keys = [f"`{setting.key}`" for setting in settings.values() if is_planned(setting)]
-        rows += [f"| `{section}` | {', '.join(keys)} |"] if keys else []
-    return "\n".join(rows)
-
-
-def is_planned(setting: Setting) -> bool:
-    return setting.no_effect is PLANNED
 
 
 def routes_table() -> str:
@@ -152,7 +140,6 @@ def metrics_table() -> str:
 # What stands between markers, by name.
 TABLES: Mapping[str, Callable[[], str]] = {
     **{f"settings {section}": functools.partial(settings_table, section) for section in CATALOG},
-    "planned settings": planned_settings_table,
     "routes": routes_table,
     "errors": errors_table,
     "sampling": sampling_table,

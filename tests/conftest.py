@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 from filelock import FileLock
@@ -17,6 +17,9 @@ from loguru import logger
 from tests import models
 from tests.scripted import ScriptedEngine
 from tests.serving import ServerProcess, served
+
+if TYPE_CHECKING:
+    from tests.hub import HubStandIn
 
 
 class MakeOnce(Protocol):
@@ -54,6 +57,25 @@ def log_lines() -> Iterator[list[str]]:
     sink = logger.add(lambda message: lines.append(str(message).rstrip("\n")), format="{message}", level="INFO")
     yield lines
     logger.remove(sink)
+
+
+@pytest.fixture(scope="session")
+def running_hub() -> Iterator[HubStandIn]:
+    from tests.hub import HubStandIn
+
+    with HubStandIn().running() as hub:
+        yield hub
+
+
+@pytest.fixture
+def hub(running_hub: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
+    """A stand-in for the Hugging Face Hub, empty, which processes that are started find."""
+    running_hub.reset()
+    monkeypatch.setenv("HF_ENDPOINT", running_hub.url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    yield running_hub
+    running_hub.resume()
 
 
 @pytest.fixture
@@ -110,6 +132,11 @@ def tiny_llama(make_once: MakeOnce) -> Path:
 @pytest.fixture(scope="session")
 def tiny_hybrid(make_once: MakeOnce) -> Path:
     return make_once("tiny-hybrid", models.make_hybrid)
+
+
+@pytest.fixture(scope="session")
+def tiny_vision(make_once: MakeOnce) -> Path:
+    return make_once("tiny-vision", models.make_vision)
 
 
 @pytest.fixture(scope="session")

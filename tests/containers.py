@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from backends.exllamav3.model import ExllamaV3Container
-from common.config_models import DraftModelConfig, MemoryConfig
+from common.config_models import DraftModelConfig, LoraConfig, MemoryConfig
 from common.generation import Echo, Finish, GenerationRequest, Prefill, SampledLogprob, TextDelta
 from common.sampling import SamplingParameters
 from tests.scripted import load_settings
@@ -26,6 +26,7 @@ async def loaded(
     *,
     draft_model: DraftModelConfig | None = None,
     memory: MemoryConfig | None = None,
+    lora: LoraConfig | None = None,
     **model: object,
 ) -> AsyncIterator[ExllamaV3Container]:
     settings = load_settings(**(SMALL | model))
@@ -33,6 +34,8 @@ async def loaded(
         settings = settings.model_copy(update={"draft_model": draft_model})
     if memory is not None:
         settings = settings.model_copy(update={"memory": memory})
+    if lora is not None:
+        settings = settings.model_copy(update={"lora": lora})
     container = ExllamaV3Container.create(directory, settings)
     for _ in container.load():
         pass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>")
 BOS_ID, PAD_ID, EOS_ID = 0, 2, 4
+VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")  # after these, where a model has a tower
 VOCABULARY = 1024
+# The eight frequencies of a head, shared out among time, height and width.
+MULTIMODAL_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_interleaved": True,
+    "mrope_section": [4, 2, 2],
+}
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
@@ -59,10 +68,15 @@ def make_deep_hybrid(directory: Path) -> Path:
 
 
 def _qwen3_5(directory: Path, **sizes: Any) -> Path:
-    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-    config = Qwen3_5TextConfig(
+    return _write(directory, Qwen3_5ForCausalLM, _qwen3_5_text(**sizes))
+
+
+def _qwen3_5_text(**sizes: Any) -> Any:
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+
+    return Qwen3_5TextConfig(
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
@@ -74,7 +88,53 @@ def _qwen3_5(directory: Path, **sizes: Any) -> Path:
         **sizes,
         **_common(),
     )
-    return _write(directory, Qwen3_5ForCausalLM, config)
+
+
+def make_vision(directory: Path) -> Path:
+    """The hybrid with a vision tower. An image of 64 x 64 pixels takes four tokens, and two around them."""
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration
+
+    start, image, end = range(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + len(VISION_TOKENS))
+    tower = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 128,
+        "num_position_embeddings": 64,
+    }
+    common = _common()
+    config = Qwen3_5Config(
+        text_config=_qwen3_5_text(
+            hidden_size=128, intermediate_size=256, num_hidden_layers=4, rope_parameters=MULTIMODAL_ROPE
+        ).to_dict(),
+        vision_config=tower,
+        vision_start_token_id=start,
+        image_token_id=image,
+        video_token_id=image,
+        vision_end_token_id=end,
+        **{name: common[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")},
+    )
+    _write(directory, Qwen3_5ForConditionalGeneration, config, special_tokens=SPECIAL_TOKENS + VISION_TOKENS)
+    # As published checkpoints have them; transformers 5 writes neither.
+    written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    written["vision_config"]["deepstack_visual_indexes"] = []
+    (directory / "config.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
+    preprocessor = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "size": {"shortest_edge": 64 * 64, "longest_edge": 256 * 256},  # pixels, despite the names
+        "patch_size": tower["patch_size"],
+        "temporal_patch_size": tower["temporal_patch_size"],
+        "merge_size": tower["spatial_merge_size"],
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor, indent=2), encoding="utf-8")
+    return directory
 
 
 def make_sliding(directory: Path) -> Path:
@@ -149,7 +209,14 @@ def _common() -> dict[str, Any]:
     }
 
 
-def _write(directory: Path, model_class: Any, config: Any, *, add_bos: bool = False) -> Path:
+def _write(
+    directory: Path,
+    model_class: Any,
+    config: Any,
+    *,
+    add_bos: bool = False,
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
+) -> Path:
     import torch
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -159,14 +226,17 @@ def _write(directory: Path, model_class: Any, config: Any, *, add_bos: bool = Fa
         for parameter in model.parameters():
             if parameter.dim() == 2:  # not every architecture uses initializer_range
                 parameter.normal_(std=config.initializer_range)
-        model.get_output_embeddings().weight[: len(SPECIAL_TOKENS)] = 0.0
+        for name, parameter in model.named_parameters():
+            if ".visual." in name and name.endswith(".bias"):  # zero, else
+                parameter.normal_(std=config.initializer_range)
+        model.get_output_embeddings().weight[: len(special_tokens)] = 0.0
     model.to(torch.bfloat16).save_pretrained(directory)
     match config.model_type:
         case "qwen3_5_text":
             _rename_weights(directory / "model.safetensors")
         case "qwen3_moe":
             _name_experts(directory / "config.json")
-    write_tokenizer(directory, add_bos=add_bos)
+    write_tokenizer(directory, add_bos=add_bos, special_tokens=special_tokens)
     return directory
 
 
@@ -191,7 +261,7 @@ def _name_experts(path: Path) -> None:
 # --- the tokenizer ----------------------------------------------------------------------------------------------------
 
 
-def write_tokenizer(directory: Path, *, add_bos: bool = False) -> None:
+def write_tokenizer(directory: Path, *, add_bos: bool = False, special_tokens: Sequence[str] = SPECIAL_TOKENS) -> None:
     """A byte-level BPE of 1,024 tokens, with a ChatML template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -200,7 +270,7 @@ def write_tokenizer(directory: Path, *, add_bos: bool = False) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

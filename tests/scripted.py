@@ -12,7 +12,7 @@ import msgspec
 
 from backends.client import EngineClient, Generation
 from backends.manager import ModelManager
-from common.config_models import DraftModelConfig, LoadSettings, MemoryConfig, ModelConfig
+from common.config_models import DraftModelConfig, LoadSettings, MemoryConfig, ModelConfig, ModelSelection
 from common.generation import GenerationRequest, TextDelta
 from common.sampling import SamplingParameters
 from tests.scripted_worker import Script
@@ -84,8 +84,9 @@ class ScriptedEngine:
     def client(self, name: str = "alpha", *, engine_timeout: float = 0, **model: object) -> EngineClient:
         return EngineClient(self.model_dir / name, load_settings(**model), self.command, engine_timeout=engine_timeout)
 
-    def manager(self, *, engine_timeout: float = 0) -> ModelManager:
-        return ModelManager(self.model_dir, self.command, engine_timeout=engine_timeout)
+    def manager(self, *, engine_timeout: float = 0, selection: ModelSelection | None = None) -> ModelManager:
+        selection = selection or ModelSelection()
+        return ModelManager(self.model_dir, self.command, selection=selection, engine_timeout=engine_timeout)
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ import msgspec
 from loguru import logger
 
 from backends import worker
-from backends.messages import CheckpointInfo, ControlToken, LoadProgress, ModelInfo
+from backends.messages import CheckpointInfo, ControlToken, LoadProgress, Lora, ModelInfo
 from common.caching import (
     CacheChange,
     CacheExplanation,
@@ -42,6 +42,7 @@ from common.generation import (
     Finish,
     FinishReason,
     GenerationRequest,
+    ImageInput,
     Prefill,
     SampledLogprob,
     TextDelta,
@@ -87,6 +88,9 @@ class ModelScript(msgspec.Struct, frozen=True, kw_only=True):
     warning: str | None = None  # of a thread of the engine, as it loads
     flush_seconds: float = 0.0  # that it takes to write the cache to disk
     control_tokens: list[ControlToken] = []
+    refused_loras: dict[str, str] = {}  # with the reason
+    memory: int = 0  # bytes
+    tower: bool = False  # it takes images, where `model.vision` is set
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,6 +238,7 @@ class ScriptedContainer:
         self._model = script.models.get(directory.name, ModelScript())
         self._directory = directory
         self._settings = settings
+        self._loras = [Lora(lora.name, lora.scaling) for lora in settings.lora.loras]
         self._asked: Counter[str] = Counter()  # requests by the `when` of their play
         self.on_results: Callable[[], None] = lambda: None
         if self._model.prepare_error is not None:
@@ -254,6 +259,9 @@ class ScriptedContainer:
             budget_bytes=checkpoints.bytes * checkpoints.capacity,
         )
 
+    def memory_bytes(self) -> int:
+        return self._model.memory
+
     def load(self) -> Iterator[LoadProgress]:
         for module in range(1, self._model.modules + 1):
             time.sleep(self._model.load_seconds / self._model.modules)
@@ -271,7 +279,7 @@ class ScriptedContainer:
             thread.join()
 
     def info(self) -> ModelInfo:
-        model = self._settings.model
+        model, draft = self._settings.model, self._settings.draft_model
         recurrent = CheckpointInfo(
             interval=model.recurrent_checkpoint_interval or 2048,
             interval_pp=model.recurrent_checkpoint_interval_pp or 32768,
@@ -287,16 +295,20 @@ class ScriptedContainer:
             max_batch_size=4,
             cache_mode="FP16",
             chunk_size=2048,
-            use_vision=False,
+            use_vision=self._model.tower and model.vision,
+            has_vision=self._model.tower,
             device="cpu",
             engine_version="0",
-            draft_mode=None,
-            draft_model_name=None,
+            draft_mode=draft.draft_mode if draft.draft_model_name else None,
+            draft_model_name=draft.draft_model_name,
             checkpoints=recurrent if self._model.recurrent else None,
             vocab_size=sys.maxunicode + 1,
             control_tokens=self._model.control_tokens,
             warnings=[],
+            loras=self._loras,
         )
+
+    async def see(self, images: Sequence[ImageInput]) -> None: ...
 
     def start(self, request: GenerationRequest) -> ScriptedJob:
         with self._history.open("ab") as history:
@@ -311,7 +323,13 @@ class ScriptedContainer:
         return ScriptedJob(play, request, prompt, room)
 
     def encode(
-        self, text: str, *, add_bos: bool | None, encode_special_tokens: bool, literals: Sequence[TextSpan]
+        self,
+        text: str,
+        *,
+        add_bos: bool | None,
+        encode_special_tokens: bool,
+        literals: Sequence[TextSpan],
+        images: Sequence[ImageInput],
     ) -> list[int]:
         return [ord(character) for character in text]
 
@@ -372,6 +390,16 @@ class ScriptedContainer:
 
     async def clear(self) -> CacheChange:
         return CacheChange(pages=3, checkpoints=2)
+
+    def check_loras(self, loras: Sequence[Lora]) -> list[ErrorRecord | None]:
+        refused = self._model.refused_loras
+        return [
+            ErrorRecord("unsupported", refused[lora.name], f"loras.{index}.name") if lora.name in refused else None
+            for index, lora in enumerate(loras)
+        ]
+
+    def set_loras(self, loras: Sequence[Lora]) -> None:
+        self._loras = list(loras)
 
     def broken(self) -> bool:
         return False

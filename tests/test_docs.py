@@ -17,22 +17,35 @@ import pytest
 from ruamel.yaml import YAML
 
 import start
+from backends.embeddings.worker import EXTRA_IS_MISSING
 from backends.exllamav3.checkpoints import DEFAULT_INTERVAL, DEFAULT_INTERVAL_PP, plan
 from common.auth import KEY_BYTES, KeyStore
 from common.config_models import Settings
-from common.errors import HostNotAllowed, OriginNotAllowed
-from common.fetch import MAX_REDIRECTS, PUBLIC_PORTS
+from common.downloader import MAX_RUNNING, STAGING_PREFIX
+from common.errors import (
+    Conflict,
+    DiskFull,
+    DownloadFailed,
+    HostNotAllowed,
+    InvalidRequest,
+    NotFound,
+    OriginNotAllowed,
+)
+from common.fetch import FETCH_SECONDS, MAX_REDIRECTS, PUBLIC_PORTS
 from common.grammar import MOST_CHARACTERS, check_constraint
+from common.images import MAX_IMAGE_BYTES, MAX_PIXELS, MAX_REQUEST_BYTES
 from common.json_schema import WHITESPACE
-from common.limits import MAX_ANSWERS, MAX_PROMPTS, MAX_TOP_LOGPROBS
+from common.limits import MAX_ANSWERS, MAX_EMBEDDED, MAX_IMAGES, MAX_PROMPTS, MAX_RANKED, MAX_TOP_LOGPROBS
 from common.metrics import Metrics
 from common.parsing.detection import tool_format_names
 from common.prefixes import MAX_TURNS
 from common.sampling import SamplerPresets
 from common.settings_catalog import ALL_SETTINGS, CATALOG, SECTIONS, unknown_keys
 from common.templating import ChatTemplate, find_template
+from endpoints.core.types.download import DownloadBody, DownloadEvent
 from endpoints.OAI.types.chat import ChatCompletionRequest
 from endpoints.OAI.types.common import GenerationFields
+from endpoints.OAI.types.embedding import EmbeddingRequest, RerankRequest, RerankResponse
 from endpoints.OAI.utils.constraints import FORMATS, requested_constraints
 from endpoints.protocol import MAX_HEADER_BYTES
 from endpoints.server import create_app, route_table
@@ -48,16 +61,21 @@ CHAT = ROOT / "docs" / "04.-Chat-Completions.md"
 TOOLS = ROOT / "docs" / "10.-Tool-Calling.md"
 REASONING = ROOT / "docs" / "11.-Reasoning.md"
 CACHING = ROOT / "docs" / "12.-Prompt-Caching.md"
+OTHER_APIS = ROOT / "docs" / "16.-Other-APIs.md"
+DOWNLOADING = ROOT / "docs" / "21.-Downloading.md"
 MONITORING = ROOT / "docs" / "13.-Monitoring.md"
 SECURITY = ROOT / "docs" / "15.-Security.md"
+EMBEDDINGS = ROOT / "docs" / "18.-Embeddings.md"
+IMAGES = ROOT / "docs" / "19.-Images.md"
 MOVING = ROOT / "docs" / "Coming-from-TabbyAPI.md"
 GETTING_STARTED = ROOT / "docs" / "01.-Getting-Started.md"
 
 # Made when the server runs, or by its user.
 NOT_IN_THE_TREE = {
     *("config.yml", "config.yml.bak", "other.yml", "api_tokens.yml", "openapi.json", ".venv/installation.json"),
-    *("tabby_config.yml", "tabby_template.jinja", "models/", "logs/"),
+    *("tabby_config.yml", "tabby_template.jinja", "models/", "loras/", "logs/"),
     *("chat_template.jinja", "chat_template.json", "tokenizer_config.json", "tokenizer.json", "config.json"),
+    *("adapter_config.json", "modules.json"),
     "additional_chat_templates/",
     "/openapi.json",  # a route
 }
@@ -200,14 +218,7 @@ def named_routes(text: str) -> set[str]:
 
 @each_page
 def test_routes_exist(page: Path, routes: set[str]) -> None:
-    missing = section(MOVING, "Not there yet") if page == MOVING else ""
-    assert named_routes(text_of(page).replace(missing, "")) <= routes
-
-
-def test_routes_said_to_be_missing_are_missing(routes: set[str]) -> None:
-    missing = named_routes(section(MOVING, "Not there yet"))
-    assert "/v1/embeddings" in missing
-    assert missing & routes == set()
+    assert named_routes(text_of(page)) <= routes
 
 
 # --- chats and answers --------------------------------------------------------------------------------------------
@@ -287,6 +298,31 @@ def test_requests_about_thoughts_are_understood() -> None:
         assert any(getattr(request, name) != getattr(plain, name) for name in meaning), body
 
 
+def test_the_page_on_downloads_says_what_can_be_asked_for() -> None:
+    text = text_of(DOWNLOADING)
+    fields = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", section(DOWNLOADING, "The route"), re.MULTILINE)
+    assert set(re.findall(r"\w+", " ".join(fields))) == DownloadBody.model_fields.keys()
+    assert MAX_RUNNING == 4
+    assert f"`{STAGING_PREFIX}NAME`" in text
+    (event,) = re.findall(r"^data: (.*)$", text, re.MULTILINE)
+    assert json.loads(event).keys() == DownloadEvent.model_fields.keys()
+    codes = {(str(leaf.status), leaf.code) for leaf in (InvalidRequest, NotFound, Conflict, DownloadFailed, DiskFull)}
+    assert codes <= set(re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE))
+
+
+def test_the_page_on_embeddings_says_what_can_be_asked_for() -> None:
+    for heading, fields in (("Embeddings", EmbeddingRequest), ("Reranking", RerankRequest)):
+        named = re.findall(r"^\| `(\w+)` \|", section(EMBEDDINGS, heading), re.MULTILINE)
+        assert set(named) == fields.model_fields.keys()
+    (answer,) = blocks(EMBEDDINGS, "json")
+    RerankResponse.model_validate_json(answer, strict=True)
+    assert f"list of texts, {MAX_EMBEDDED:,} at most" in text_of(EMBEDDINGS)
+    assert f"with a `text`; {MAX_RANKED:,} at most" in text_of(EMBEDDINGS)
+    (extra,) = start.declared_requirements(["embeddings"])[len(start.declared_requirements([])) :]
+    assert f'pip install "{extra}"' in text_of(EMBEDDINGS)
+    assert f'pip install "{extra}"' in EXTRA_IS_MISSING
+
+
 def test_every_tool_format_is_listed() -> None:
     text = text_of(TOOLS)
     assert [name for name in tool_format_names() if f"`{name}`" not in text] == []
@@ -300,6 +336,15 @@ def test_numbers_of_the_page_on_chat_are_those_in_force() -> None:
     assert f"up to {MAX_ANSWERS} answers" in text
     assert f"up to {MAX_PROMPTS} prompts" in text
     assert f"`top_logprobs` (0 to {MAX_TOP_LOGPROBS})" in text
+
+
+def test_numbers_of_the_page_on_images_are_those_in_force() -> None:
+    text = text_of(IMAGES)
+    assert f"| images of a request | {MAX_IMAGES} |" in text
+    assert f"{MAX_IMAGE_BYTES // 1024**2} MB, {MAX_PIXELS // 1_000_000} million pixels" in text
+    assert f"all images of a request | {MAX_REQUEST_BYTES // 1024**2} MB" in text
+    assert f"in {FETCH_SECONDS:.0f} seconds" in text
+    assert f"ports {' and '.join(map(str, PUBLIC_PORTS))}" in text
 
 
 def test_reasons_for_processing_again_exist() -> None:
@@ -410,7 +455,11 @@ def examples(page: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("page", "number"),
-    [(page, number) for page in (USAGE, CHAT, TOOLS, REASONING, CACHING) for number in range(len(examples(page)))],
+    [
+        (page, number)
+        for page in (USAGE, CHAT, TOOLS, REASONING, CACHING, OTHER_APIS)
+        for number in range(len(examples(page)))
+    ],
 )
 def test_examples(page: Path, number: int, example_server: RunningServer, example_variables: Mapping[str, str]) -> None:
     assert run_shell(examples(page)[number], example_server, example_variables).strip()

@@ -19,7 +19,7 @@ CODE = [*LAYERS, "start", "tools", "scripts"]
 ENGINE = "backends/exllamav3/engine.py"
 KERNELS = "backends/exllamav3/cpu/"
 WEB_FRAMEWORK = {"fastapi", "starlette", "sse_starlette", "uvicorn"}
-ENGINES = {"exllamav3", "exllamav3_ext", "torch"}
+ENGINES = {"exllamav3", "exllamav3_ext", "sentence_transformers", "torch"}
 # Names of the standard library that Windows lacks, as the documentation marks them.
 POSIX_MODULES = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
 POSIX_NAMES = {
@@ -131,7 +131,7 @@ def test_the_server_process_loads_no_engine() -> None:
 
 
 def test_every_imported_package_is_declared() -> None:
-    declared = {normal(name_of(requirement)) for requirement in start.declared_requirements(["plots"])}
+    declared = {normal(name_of(requirement)) for requirement in start.declared_requirements(["embeddings", "plots"])}
     distributions = packages_distributions()
     for name, tree in sources().items():
         foreign = top_level(imported_modules(tree)) - sys.stdlib_module_names - set(CODE) - {"exllamav3_ext"}

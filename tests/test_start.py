@@ -281,7 +281,7 @@ def test_a_prebuilt_wheel_brings_the_torch_it_was_compiled_against(monkeypatch: 
 
 
 def test_every_dependency_is_declared_once() -> None:
-    requirements = start.declared_requirements(["plots", "test"])
+    requirements = start.declared_requirements(["embeddings", "plots", "test"])
     names = [requirement.partition(">")[0] for requirement in requirements]
     assert len(set(names)) == len(names)
     (engine,) = (requirement for requirement in requirements if requirement.startswith("exllamav3>"))
@@ -289,7 +289,7 @@ def test_every_dependency_is_declared_once() -> None:
 
 
 def test_an_unknown_group_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(SystemExit, match=r"--extra tests: no such group; there are plots, test\."):
+    with pytest.raises(SystemExit, match=r"--extra tests: no such group; there are embeddings, plots, test\."):
         start.declared_requirements(["tests"])
 
 

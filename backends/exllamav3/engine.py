@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import secrets
 from time import monotonic
 from typing import Literal
 
@@ -66,7 +67,9 @@ from exllamav3 import (  # noqa: E402
     Tokenizer,
 )
 from exllamav3.ext import exllamav3_ext as kernels  # noqa: E402
-from exllamav3.generator.pagetable import Sequence, is_content_hash  # noqa: E402
+from exllamav3.generator import job as _engine_job  # noqa: E402
+from exllamav3.generator import pagetable as _engine_pagetable  # noqa: E402
+from exllamav3.generator.pagetable import Sequence, is_content_hash, tensor_hash_checksum  # noqa: E402
 from exllamav3.generator.sampler import (  # noqa: E402
     SS_DRY,
     SS_XTC,
@@ -97,11 +100,14 @@ from exllamav3.generator.sampler import (  # noqa: E402
     TopPSampler,
     dry_sequence_breaker_tokens,
 )
+from exllamav3.modules.linear import Linear  # noqa: E402
+from exllamav3.tokenizer.mm_embedding import FIRST_MM_EMBEDDING_INDEX, MMEmbedding  # noqa: E402
 from exllamav3.util.memory import check_host_memory  # noqa: E402
 
 __all__ = [
     "DEVICE",
     "ENGINE_VERSION",
+    "FIRST_IMAGE_ID",
     "FLOAT32",
     "SS_DRY",
     "SS_XTC",
@@ -123,6 +129,8 @@ __all__ = [
     "GumbelSampler",
     "Job",
     "LLGuidanceFilter",
+    "Linear",
+    "MMEmbedding",
     "Model",
     "SS_AdaptiveP",
     "SS_Argmax",
@@ -146,16 +154,20 @@ __all__ = [
     "TopPSampler",
     "check_engine_version",
     "check_host_memory",
+    "device_bytes",
     "dry_sequence_breaker_tokens",
     "gpu_count",
     "is_content_hash",
     "kernels",
     "release_memory",
+    "set_cache_root",
     "smallest_compute_capability",
     "token_tensor",
 ]
 
 FLOAT32 = torch.float
+FIRST_IMAGE_ID: int = FIRST_MM_EMBEDDING_INDEX  # no id of a vocabulary is as large
+_PROCESS = secrets.token_bytes(16)
 
 
 class _Stamp:
@@ -176,6 +188,31 @@ for _name in ("time_enqueue", "time_first_prefill", "time_first_token", "time_la
     setattr(Job, _name, _Stamp(_name))
 
 
+def set_cache_root(root: bytes | None) -> None:
+    """Say what cached pages stand for beside their tokens and those before them.
+
+    The hashes of pages, which are their keys in every tier, begin with it from here on. With None they are the engine's
+    own. To be called while no request runs.
+
+    In the hashes of pages with images there is also something that only this process has: the ids of an image are those
+    of another one in the next. The engine writes no such pages to disk, but forgets what they are where it took them
+    for an answer that did not come to use them (`CachePage.revert()` of 1.6.5 leaves `persistable` as it was set then).
+    """
+
+    def hash_page(tokens: Tensor, previous: bytes | None) -> bytes:
+        before = root if previous is None else previous
+        if int(tokens.max()) >= FIRST_IMAGE_ID:
+            before = (before or b"") + _PROCESS
+        page_hash: bytes = tensor_hash_checksum(tokens, before)
+        return page_hash
+
+    for module in (_engine_pagetable, _engine_job):
+        module.tensor_hash_checksum = hash_page
+
+
+set_cache_root(None)
+
+
 def token_tensor(tokens: list[int]) -> Tensor:
     """Token ids as the engine takes a prompt, (1, tokens)."""
     return torch.tensor([tokens], dtype=torch.long)
@@ -183,6 +220,11 @@ def token_tensor(tokens: list[int]) -> Tensor:
 
 def gpu_count() -> int:
     return torch.cuda.device_count() if DEVICE == "cuda" else 0
+
+
+def device_bytes() -> int:
+    """What this process has taken of the memory of all GPUs, the blocks that torch keeps for later included."""
+    return sum(torch.cuda.memory_reserved(index) for index in range(gpu_count()))
 
 
 def smallest_compute_capability(devices: list[int]) -> float:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from loguru import logger
 
-from backends.exllamav3.cache_state import clear, flush, observe
+from backends.exllamav3.cache_state import change_root, clear, flush, observe
 from backends.exllamav3.checkpoint_target import choose, in_seconds
 from backends.exllamav3.checkpoints import (
     DEFAULT_INTERVAL,
@@ -23,6 +23,7 @@ from backends.exllamav3.checkpoints import (
     describe_price,
     page_ceil,
 )
+from backends.exllamav3.drafters import check_pair, check_window, compare_vocabularies, has_weights
 from backends.exllamav3.engine import (
     DEVICE,
     ENGINE_VERSION,
@@ -34,16 +35,19 @@ from backends.exllamav3.engine import (
     Config,
     Model,
     Tokenizer,
+    device_bytes,
     gpu_count,
     release_memory,
+    set_cache_root,
     smallest_compute_capability,
     token_tensor,
 )
 from backends.exllamav3.generation import EngineJob, Limits, PromptJob, Served, explain_request, start_job
 from backends.exllamav3.jobs import CheckpointLedger
+from backends.exllamav3.lora import ModelAdapters
+from backends.exllamav3.memory import estimated_bytes
 from backends.exllamav3.model_files import check_complete, check_files, read_object
 from backends.exllamav3.options import (
-    check_pair,
     check_shared_chunk,
     draft_options,
     has_scan_states,
@@ -56,11 +60,12 @@ from backends.exllamav3.prompt_tokens import PromptEncoder
 from backends.exllamav3.tiers import plan_tiers, write_to_disk
 from backends.exllamav3.token_bytes import token_bytes
 from backends.exllamav3.turns import Turns
-from backends.messages import LoadProgress, ModelComponent, ModelInfo
+from backends.exllamav3.vision import Vision, embedded, find_tower, inserts_of
+from backends.messages import LoadProgress, Lora, ModelComponent, ModelInfo
 from common.caching import CacheChange, CacheExplanation, CacheState, PlanBasis
 from common.config_models import PAGE_TOKENS, LoadSettings
-from common.errors import InvalidRequest, Unsupported, check_token_ids
-from common.generation import GenerationRequest, TextSpan
+from common.errors import ErrorRecord, InvalidRequest, ServerError, Unsupported, check_token_ids
+from common.generation import GenerationRequest, ImageInput, TextSpan
 from common.model_folder import model_folder
 
 DEFAULT_MAX_SEQ_LEN = 8192  # where neither the user nor the model's config names one
@@ -132,6 +137,7 @@ class ExllamaV3Container:
         self.on_results: Callable[[], None] = lambda: None
 
         self.config = _read_config(directory)
+        _check_quantisation(self.config, directory.name)
         self._check_devices()
         self.config.infer_params.moe_cpu_offload = model_settings.cpu_moe_offload_layers
         self.model = Model.from_config(self.config)
@@ -140,9 +146,17 @@ class ExllamaV3Container:
         self.eos_token_ids: list[int] = list(self.config.eos_token_id_list)
         self.recurrent = bool(self.model.caps.get("recurrent_states"))
         self.dimensions = self._dimensions()
+        self.adapters = ModelAdapters(
+            self.model, directory.name, Path(settings.lora.lora_dir), tensor_parallel=self._tensor_parallel
+        )
+        self._first_adapters = [self.adapters.find(lora.name, lora.scaling, "loras") for lora in settings.lora.loras]
         self.draft = self._draft()
+        tower = find_tower(self.config)
+        self.has_vision = tower is not None
+        self.vision = self._vision(tower)
 
         window = max(self.draft.window if self.draft else 0, settings.draft_model.hybrid_draft_tokens)
+        check_window(window, self.dimensions.cache_size, settings.draft_model)
         self.cache = self._new_cache(self.model, model_settings.cache_mode, window)
         self.draft_cache = (
             self._new_cache(self.draft.model, settings.draft_model.draft_cache_mode, window)
@@ -172,19 +186,7 @@ class ExllamaV3Container:
     # --- checks and derived values ------------------------------------------------------------------------------
 
     def _check_devices(self) -> None:
-        quantisation = self.config.config_dict.get("quantization_config")
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
-        if method in FOREIGN_QUANTISATIONS:
-            raise Unsupported(
-                f"{self.directory.name} is quantised as {method}, which ExLlamaV3 cannot read. "
-                "Use an EXL3 quantisation or the unquantised model."
-            )
         if DEVICE == "cpu":
-            if method == "exl3":
-                raise Unsupported(
-                    f"{self.directory.name} is quantised as exl3; the CPU kernels have no exl3 matrix product yet. "
-                    "Use a CUDA GPU, or the unquantised model."
-                )
             return
         capability = smallest_compute_capability(self._devices())
         if capability < LOWEST_COMPUTE_CAPABILITY:
@@ -292,12 +294,24 @@ class ExllamaV3Container:
                     param="draft_model.draft_mode",
                 )
             model = Model.from_config(self.config, component="mtp")
+            if not has_weights(model):
+                raise InvalidRequest(
+                    f"{self.directory.name} should have a multi-token prediction head, but its files do not hold it. "
+                    "Use another draft_model.draft_mode.",
+                    param="draft_model.draft_mode",
+                )
             return self._model_draft(mode, self.directory.name, model)
         if mode == "model" and settings.draft_model_name:
-            directory = model_folder(
-                Path(settings.draft_model_dir), settings.draft_model_name, "draft_model.draft_model_name"
-            )
-            model = Model.from_config(_read_config(directory))
+            param = "draft_model.draft_model_name"
+            directory = model_folder(Path(settings.draft_model_dir), settings.draft_model_name, param)
+            try:
+                config = _read_config(directory)
+                _check_quantisation(config, directory.name)
+                self.warnings += compare_vocabularies(config, directory, self.config, self.tokenizer)
+                model = Model.from_config(config)
+            except InvalidRequest as error:
+                error.param = param
+                raise
             return self._model_draft(mode, directory.name, model)
         return None
 
@@ -307,6 +321,24 @@ class ExllamaV3Container:
         param = "draft_model.draft_model_name" if mode == "model" else "draft_model.draft_mode"
         check_pair(model, self.model, param, tensor_parallel=self._tensor_parallel)
         return Draft(mode, name, model, tokens, window=window)
+
+    def _vision(self, tower: Model | None) -> Vision | None:
+        """The tower where it is asked for and can be used."""
+        if not self.settings.model.vision:
+            if tower is not None:
+                logger.info("{} could take images: set model.vision.", self.directory.name)
+            return None
+        if tower is None:
+            self.warnings.append(f"model.vision has no effect: {self.directory.name} has no vision tower.")
+            return None
+        drafter = self.draft.model if self.draft else None
+        if drafter is not None and not (drafter.caps.get("mtp_draft") or drafter.caps.get("dflash_draft")):
+            self.warnings.append(
+                "model.vision has no effect: the engine takes no images while a draft model drafts. Use another "
+                "draft_model.draft_mode, or none."
+            )
+            return None
+        return Vision(tower, self.tokenizer, self.settings.memory.sysmem_image_cache * MIB)
 
     def _draft_options(self) -> dict[str, Any]:
         drafter = self.draft.model if self.draft else None
@@ -337,12 +369,16 @@ class ExllamaV3Container:
     # --- life ---------------------------------------------------------------------------------------------------
 
     def load(self) -> Iterator[LoadProgress]:
-        """Read the weights, the drafter's first. Yields after every module."""
+        """Read the weights, the tower's and the drafter's first. Yields after every module."""
         self.tiers.check_memory()
+        if self.vision is not None:
+            yield from _progress("vision", self.vision.load(self._placed()))
         split = self.settings.draft_model.draft_gpu_split
         if self.draft is not None and self.draft.model is not None:
             yield from _progress("draft", self.draft.model.load_gen(**_placement(split, None)))
         yield from _progress("model", self.model.load_gen(**self._load_arguments()))
+        self.adapters.apply(self._first_adapters)
+        set_cache_root(self.adapters.root)
         release_memory()
 
     def _load_arguments(self) -> dict[str, Any]:
@@ -353,12 +389,16 @@ class ExllamaV3Container:
         }
         if DEVICE == "cpu":
             return arguments
+        if self._tensor_parallel:
+            arguments |= {"tensor_p": True, "tp_backend": settings.tensor_parallel_backend}
+        return arguments | self._placed()
+
+    def _placed(self) -> dict[str, Any]:
+        settings = self.settings.model
         reserve = None
         if settings.gpu_split_auto and settings.autosplit_reserve:
             reserve = [megabytes / 1024 for megabytes in settings.autosplit_reserve]
-        if self._tensor_parallel:
-            arguments |= {"tensor_p": True, "tp_backend": settings.tensor_parallel_backend}
-        return arguments | _placement(settings.gpu_split, reserve)
+        return _placement(settings.gpu_split, reserve)
 
     async def create_generator(self) -> None:
         """Create the generator over the loaded model, and log the checkpoint intervals in force.
@@ -423,6 +463,15 @@ class ExllamaV3Container:
     def plan_basis(self) -> PlanBasis | None:
         return self.basis
 
+    def memory_bytes(self) -> int:
+        # The processes of tensor parallelism do not tell.
+        if self.generator is not None and DEVICE == "cuda" and not self._tensor_parallel:
+            return device_bytes()
+        directories = [self.directory]
+        if self.draft is not None and self.draft.model is not None and self.draft.mode == "model":
+            directories.append(Path(self.draft.model.config.directory))  # others are in the model's own files
+        return estimated_bytes(directories, [cache for cache in (self.cache, self.draft_cache) if cache])
+
     def info(self) -> ModelInfo:
         assert self.generator is not None
         return ModelInfo(
@@ -434,7 +483,8 @@ class ExllamaV3Container:
             max_batch_size=self.generator.generator.max_batch_size,
             cache_mode=self.settings.model.cache_mode,
             chunk_size=self.dimensions.chunk_size,
-            use_vision=False,
+            use_vision=self.vision is not None,
+            has_vision=self.has_vision,
             device=DEVICE,
             engine_version=ENGINE_VERSION,
             draft_mode=self.draft.mode if self.draft else None,
@@ -443,6 +493,7 @@ class ExllamaV3Container:
             vocab_size=self.tokenizer.actual_vocab_size,
             control_tokens=self.encoder.control_tokens,
             warnings=self.warnings,
+            loras=[Lora(adapter.name, adapter.scaling) for adapter in self.adapters.active],
         )
 
     async def unload(self) -> None:
@@ -453,13 +504,37 @@ class ExllamaV3Container:
                 await write_to_disk(self.generator.generator)
             await self.generator.close()
             self.generator = None
+        self.adapters.remove()
         self.model.unload()
+        if self.vision is not None:
+            self.vision.unload()
         if self.draft is not None and self.draft.model is not None:
             self.draft.model.unload()
         release_memory()
 
     def broken(self) -> bool:
         return self.generator is not None and self.generator.error is not None
+
+    # --- adapters ---------------------------------------------------------------------------------------------------
+
+    def check_loras(self, loras: Sequence[Lora]) -> list[ErrorRecord | None]:
+        problems: list[ErrorRecord | None] = []
+        for index, lora in enumerate(loras):
+            try:
+                self.adapters.find(lora.name, lora.scaling, f"loras.{index}.name")
+            except ServerError as error:
+                problems.append(error.to_record())
+            else:
+                problems.append(None)
+        return problems
+
+    def set_loras(self, loras: Sequence[Lora]) -> None:
+        assert self.generator is not None
+        adapters = [self.adapters.find(lora.name, lora.scaling, "loras") for lora in loras]
+        root = self.adapters.root
+        self.adapters.apply(adapters)
+        change_root(self.generator.generator, root, self.adapters.root)
+        self.history.clear()  # what is cached of these prompts is of no use to the next
 
     # --- what is cached ---------------------------------------------------------------------------------------------
 
@@ -473,9 +548,15 @@ class ExllamaV3Container:
 
     async def clear(self) -> CacheChange:
         assert self.generator is not None
+        if self.vision is not None:
+            self.vision.clear()
         return await clear(self.generator.generator, self.ledger, self.history)
 
     # --- requests -----------------------------------------------------------------------------------------------
+
+    async def see(self, images: Sequence[ImageInput]) -> None:
+        if self.vision is not None:  # else `start()` says so
+            await self.vision.see(images)
 
     def start(self, request: GenerationRequest) -> EngineJob | PromptJob:
         return start_job(request, self._served())
@@ -489,6 +570,7 @@ class ExllamaV3Container:
             generator=self.generator,
             tokenizer=self.tokenizer,
             encoder=self.encoder,
+            vision=self.vision,
             eos_token_ids=self.eos_token_ids,
             add_bos=self.add_bos,
             limits=self._limits(),
@@ -511,13 +593,20 @@ class ExllamaV3Container:
         )
 
     def encode(
-        self, text: str, *, add_bos: bool | None, encode_special_tokens: bool, literals: Sequence[TextSpan] = ()
+        self,
+        text: str,
+        *,
+        add_bos: bool | None,
+        encode_special_tokens: bool,
+        literals: Sequence[TextSpan] = (),
+        images: Sequence[ImageInput] = (),
     ) -> list[int]:
         return self.encoder.encode(
             text,
             add_bos=self.add_bos if add_bos is None else add_bos,
             encode_special_tokens=encode_special_tokens,
             literals=literals,
+            inserts=inserts_of(images, embedded(self.vision, images)),
         )
 
     def decode(self, tokens: list[int], *, decode_special_tokens: bool) -> str:
@@ -540,6 +629,21 @@ def _read_config(directory: Path) -> Config:
         raise InvalidRequest(f"{directory.name} is not a model that ExLlamaV3 can load: {error}") from error
     check_complete(directory)
     return config
+
+
+def _check_quantisation(config: Config, name: str) -> None:
+    quantisation = config.config_dict.get("quantization_config")
+    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+    if method in FOREIGN_QUANTISATIONS:
+        raise Unsupported(
+            f"{name} is quantised as {method}, which ExLlamaV3 cannot read. Use an EXL3 quantisation or the "
+            "unquantised model."
+        )
+    if DEVICE == "cpu" and method == "exl3":
+        raise Unsupported(
+            f"{name} is quantised as exl3; the CPU kernels have no exl3 matrix product yet. Use a CUDA GPU, or the "
+            "unquantised model."
+        )
 
 
 def _read_tokenizer(config: Config, directory: Path) -> tuple[Tokenizer, bool]:

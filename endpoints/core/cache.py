@@ -31,22 +31,25 @@ _DRAWN: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {PNG: {}}}}
 
 
 @v1.get("/cache", openapi_extra=API)
-async def show_cache(request: Request, state: State) -> CacheReport:
-    """Capacity, use, hits and evictions of each tier; for an administrator each checkpoint as well."""
-    client = state.require_ready()
+async def show_cache(request: Request, state: State, model: str | None = None) -> CacheReport:
+    """Capacity, use, hits and evictions of each tier; for an administrator each checkpoint as well.
+
+    Of the model that answers requests which name none, or of another loaded one; so the next two.
+    """
+    client = state.require_ready(model)
     return CacheReport.of(client.name, await client.inspect(), with_entries=request.state.permission == "admin")
 
 
 @v1.post("/cache/flush", openapi_extra=ADMIN)
-async def flush_cache(state: State) -> CacheChange:
+async def flush_cache(state: State, model: str | None = None) -> CacheChange:
     """Write everything to the disk tier that is not there yet."""
-    return CacheChange.model_validate(await state.require_ready().flush_cache())
+    return CacheChange.model_validate(await state.require_ready(model).flush_cache())
 
 
 @v1.post("/cache/clear", openapi_extra=ADMIN)
-async def clear_cache(state: State) -> CacheChange:
+async def clear_cache(state: State, model: str | None = None) -> CacheChange:
     """Drop everything that no running request uses, in all tiers, and what is known of earlier prompts."""
-    return CacheChange.model_validate(await state.require_ready().clear_cache())
+    return CacheChange.model_validate(await state.require_ready(model).clear_cache())
 
 
 # --- what a prompt finds ------------------------------------------------------------------------------------------
@@ -76,7 +79,7 @@ async def explain_cache(
 
     Compares with the prompts of the same key, for an administrator with those of all. Several prompts get a list.
     """
-    client = state.require_ready()
+    client = state.require_ready(body.model)
     if isinstance(body, ChatCompletionRequest):
         turn, generations = await unless_disconnected(request, asked_in_chat(body, state, client))
         asked = asked_by(request, turn.body, generations[:1])
@@ -116,9 +119,8 @@ async def plan_checkpoints(
 
 async def _plan_basis(name: str | None, request: Request, state: ServerState) -> tuple[str, PlanBasis | None]:
     """Of the loaded model, or of the one with that name."""
-    current = state.manager.current
-    if name is None or (current is not None and current.name == name):
-        client = state.manager.require()
+    if name is None or state.manager.known(name) is not None:
+        client = state.shown_model(name)
         return client.name, client.plan
     if request.state.permission != "admin":
         raise AuthenticationFailed("The plan of a model that is not loaded needs the admin key.")

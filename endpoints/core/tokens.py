@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from backends.client import EngineClient
 from common.errors import InvalidRequest
-from common.generation import TextSpan
+from common.generation import ImageInput, TextSpan
 from endpoints.core.types.token import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -24,6 +24,7 @@ from endpoints.core.types.token import (
     TokenPiece,
 )
 from endpoints.OAI.types.chat import ChatCompletionRequest
+from endpoints.OAI.utils.images import load_images
 from endpoints.routing import API, CoreWatchedRoute
 from endpoints.state import ServerState, State, loaded_info
 
@@ -32,9 +33,9 @@ v1 = APIRouter(route_class=CoreWatchedRoute)  # below /v1
 
 
 @v1.post("/token/encode", openapi_extra=API)
-async def encode(body: TokenEncodeRequest, state: State) -> TokenEncodeResponse:
+async def encode(body: TokenEncodeRequest, request: Request, state: State) -> TokenEncodeResponse:
     """Token ids of a text, or of a conversation as the chat template renders it."""
-    client = state.manager.require()
+    client = await state.serving(request, body.model)
     if body.text is None and not body.messages:
         raise InvalidRequest("text is missing: give a text, or messages.", param="text")
     tokens = await _encode(
@@ -49,16 +50,16 @@ async def encode(body: TokenEncodeRequest, state: State) -> TokenEncodeResponse:
 
 
 @v1.post("/token/decode", openapi_extra=API)
-async def decode(body: TokenDecodeRequest, state: State) -> TokenDecodeResponse:
-    client = state.manager.require()
+async def decode(body: TokenDecodeRequest, request: Request, state: State) -> TokenDecodeResponse:
+    client = await state.serving(request, body.model)
     text = await client.decode(body.tokens, decode_special_tokens=body.decode_special_tokens)
     return TokenDecodeResponse(text=text)
 
 
 @router.post("/tokenize", openapi_extra=API)
-async def tokenize(body: TokenizeRequest, state: State) -> TokenizeResponse:
+async def tokenize(body: TokenizeRequest, request: Request, state: State) -> TokenizeResponse:
     """Token ids as llama.cpp's server (`content`) and as vLLM (`prompt`, `messages`) give them."""
-    client = state.manager.require()
+    client = await state.serving(request, body.model)
     text = body.prompt if body.content is None else body.content
     if text is None and not body.messages:
         raise InvalidRequest("content is missing: give content, prompt or messages.", param="content")
@@ -82,17 +83,19 @@ async def tokenize(body: TokenizeRequest, state: State) -> TokenizeResponse:
 
 
 @router.post("/detokenize", openapi_extra=API)
-async def detokenize(body: DetokenizeRequest, state: State) -> DetokenizeResponse:
-    client = state.manager.require()
+async def detokenize(body: DetokenizeRequest, request: Request, state: State) -> DetokenizeResponse:
+    client = await state.serving(request, body.model)
     text = await client.decode(body.tokens)
     return DetokenizeResponse(content=text, prompt=text)
 
 
 @router.post("/apply-template", openapi_extra=API)
-async def apply_template(body: ChatCompletionRequest, state: State) -> RenderedTemplate:
+async def apply_template(body: ChatCompletionRequest, request: Request, state: State) -> RenderedTemplate:
     """The prompt that the same body would make as a chat completion."""
-    writer = await state.prompt_writer(state.manager.require())
-    prompt = await state.prompts.run(partial(writer.chat, body))
+    client = await state.serving(request, body.model)
+    writer = await state.prompt_writer(client)
+    images = await load_images(body.messages, loaded_info(client), state.images)
+    prompt = await state.prompts.run(partial(writer.chat, body, images))
     return RenderedTemplate(prompt=prompt.text)
 
 
@@ -107,9 +110,13 @@ async def _encode(
 ) -> list[int]:
     """Token ids of the text, or of the conversation where there is no text."""
     literals: Sequence[TextSpan] = ()
+    shown: Sequence[ImageInput] = ()
     if text is None:
         writer = await state.prompt_writer(client)
-        prompt = await state.prompts.run(partial(writer.chat, body))
-        text, literals, _ = prompt.rendered
+        images = await load_images(body.messages, loaded_info(client), state.images)
+        prompt = await state.prompts.run(partial(writer.chat, body, images))
+        (text, literals, _), shown = prompt.rendered, prompt.images
         add_bos = False if writer.template.begins_with_bos(text, literals) else add_bos
-    return await client.encode(text, add_bos=add_bos, encode_special_tokens=encode_special_tokens, literals=literals)
+    return await client.encode(
+        text, add_bos=add_bos, encode_special_tokens=encode_special_tokens, literals=literals, images=shown
+    )

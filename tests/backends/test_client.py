@@ -69,10 +69,12 @@ async def test_followed_events_are_those_that_an_iteration_gives(scripted: Scrip
     async with serving(scripted, Script(plays=[play])) as client:
         iterated = [type(event) async for event in await client.generate(ask())]
         for head_start in (0.0, 0.02):  # some may have come before they are followed
+            idle = asyncio.Event()
+            client.on_idle = idle.set
             generation, followed = await client.generate(ask()), list[Event | ServerError]()
             await asyncio.sleep(head_start)
             generation.follow(followed.append)
-            await client.drained()
+            await idle.wait()
             assert [type(event) for event in followed] == iterated
         generation, followed = await client.generate(ask()), []
         generation.follow(followed.append)
@@ -146,7 +148,7 @@ async def test_a_crash_fails_what_runs_and_the_engine_comes_back(scripted: Scrip
 async def test_an_engine_that_keeps_crashing_is_given_up(
     scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("backends.client.RESTART_DELAYS", (0.0, 0.0))
+    monkeypatch.setattr("backends.process_client.RESTART_DELAYS", (0.0, 0.0))
     restarts: list[bool] = []
     async with serving(scripted, Script(plays=[Play(crash_after=0)])) as client:
         client.on_restart = restarts.append
@@ -185,7 +187,7 @@ async def test_an_engine_may_take_its_time_to_end_while_it_gets_on(
     disk_cache_dir: str | None,
     killed: bool,
 ) -> None:
-    monkeypatch.setattr("backends.client.SHUTDOWN_SECONDS", 2.5)
+    monkeypatch.setattr("backends.process_client.SHUTDOWN_SECONDS", 2.5)
     async with serving(scripted, Script(models={"alpha": ModelScript(unload_steps=steps)})) as client:
         memory = MemoryConfig(disk_cache_dir=disk_cache_dir)
         client.settings = client.settings.model_copy(update={"memory": memory})

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from io import FileIO
 
+import msgspec
 import pytest
 
 from backends import messages
 from backends.messages import FromEngine
-from backends.worker import Worker, is_out_of_memory
-from common.generation import Event, Finish, GenerationRequest, TextDelta, Usage
+from backends.worker import Worker
+from backends.worker_process import is_out_of_memory
+from common.errors import InvalidRequest
+from common.generation import Event, Finish, GenerationRequest, ImageInput, TextDelta, Usage
 from tests.scripted import ScriptedEngine, ask, load_settings
 from tests.scripted_worker import Script, ScriptedContainer
 
@@ -56,8 +59,8 @@ class FakeContainer(ScriptedContainer):
 class Driven:
     """A worker that is handed messages, and what it writes."""
 
-    def __init__(self, engine: ScriptedEngine, job: FakeJob) -> None:
-        self._container = FakeContainer(engine, job)
+    def __init__(self, engine: ScriptedEngine, job: FakeJob, container: type[FakeContainer] = FakeContainer) -> None:
+        self._container = container(engine, job)
         self._written = io.BytesIO()
         with FileIO(os.devnull) as incoming:  # is not read
             self._worker = Worker(lambda directory, settings: self._container, incoming, self._written)
@@ -92,6 +95,63 @@ async def test_a_request_cancelled_however_soon_ends_its_job(scripted: ScriptedE
     await worker.rest()
     assert job.cancelled
     assert worker.said() == [ACCEPTED, CANCELLED]
+
+
+class SeeingContainer(FakeContainer):
+    """Takes a while to see an image, and fails at one without data."""
+
+    async def see(self, images: Sequence[ImageInput]) -> None:
+        await asyncio.sleep(0.02)
+        if any(not image.data for image in images):
+            raise InvalidRequest("The image is empty.", param=images[0].param)
+
+
+def with_image(data: bytes = b"picture") -> GenerationRequest:
+    image = ImageInput(spans=[(0, 2)], digest=b"", data=data, param="image")
+    return msgspec.structs.replace(ask(), images=[image])
+
+
+async def test_images_are_seen_before_a_request_is_accepted(scripted: ScriptedEngine) -> None:
+    worker = Driven(scripted, FakeJob([FINISH]), SeeingContainer)
+    worker.handle(messages.Generate(id="1", request=with_image()))
+    assert worker.said() == []
+    await worker.rest()
+    assert worker.said() == [ACCEPTED, messages.Produced(id="1", event=FINISH)]
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3])
+async def test_a_request_cancelled_while_its_images_are_seen(scripted: ScriptedEngine, turns: int) -> None:
+    worker = Driven(scripted, FakeJob([FINISH]), SeeingContainer)
+    worker.handle(messages.Generate(id="1", request=with_image()))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    worker.handle(CANCEL)
+    await worker.rest()
+    assert worker.said() == [CANCELLED]
+
+
+async def test_an_image_that_cannot_be_seen_fails_what_shows_it(scripted: ScriptedEngine) -> None:
+    worker = Driven(scripted, FakeJob([FINISH]), SeeingContainer)
+    request = with_image(b"")
+    worker.handle(messages.Generate(id="1", request=request))
+    worker.handle(messages.Explain(id="2", request=request))
+    worker.handle(messages.Encode(id="3", text="hi", add_bos=None, encode_special_tokens=True, images=request.images))
+    await worker.rest()
+    said = worker.said()
+    assert all(isinstance(message, messages.Failed) and message.error.param == "image" for message in said)
+    assert len(said) == 3
+
+
+async def test_what_shows_images_is_answered_when_they_are_seen(scripted: ScriptedEngine) -> None:
+    worker = Driven(scripted, FakeJob([FINISH]), SeeingContainer)
+    request = with_image()
+    worker.handle(messages.Explain(id="2", request=request))
+    worker.handle(messages.Encode(id="3", text="hi", add_bos=None, encode_special_tokens=True, images=request.images))
+    assert worker.said() == []
+    await worker.rest()
+    explained, encoded = worker.said()
+    assert isinstance(explained, messages.Explained)
+    assert encoded == messages.Encoded(id="3", tokens=[104, 105])
 
 
 async def test_a_request_cancelled_after_its_end(scripted: ScriptedEngine) -> None:

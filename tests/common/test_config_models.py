@@ -155,7 +155,9 @@ def test_sections_stand_in_the_usual_order() -> None:
     assert next(iter(CATALOG["model"])) == "model_dir"
 
 
-@pytest.mark.parametrize(("given", "read"), [(["OAI"], ["oai"]), ("OAI, Kobold", ["oai", "kobold"]), ([], ["oai"])])
+@pytest.mark.parametrize(
+    ("given", "read"), [(["OAI"], ["oai"]), ("OAI, Kobold, ollama", ["oai", "kobold", "ollama"]), ([], ["oai"])]
+)
 def test_api_servers(given: Any, read: list[str]) -> None:
     assert NetworkConfig(api_servers=given).api_servers == read
 

@@ -139,6 +139,7 @@ def other_value(setting: Setting) -> Any:
         "model.recurrent_checkpoint_target": 1024,
         "lora.loras": [{"name": "a", "scaling": 0.5}, {"name": "b", "scaling": 2.0}],
         "model.backend": "exllamav3",
+        "model.aliases": {"gpt-4o": "my-model", "a/b": "c"},
     }
     if setting.name in special:
         return special[setting.name]
@@ -342,7 +343,8 @@ def test_refused_intervals_stop_the_start(read: Read, key: str, value: str) -> N
 
 def test_every_key_of_tabby_at_its_default_starts_without_noise(read: Read) -> None:
     loaded = read(EVERY_KEY_OF_TABBY)
-    assert loaded.settings == Settings()
+    # By default there are more front ends here.
+    assert loaded.settings == Settings.model_validate({"network": {"api_servers": ["oai"]}})
     assert loaded.settings.model.reasoning_mode == "auto"
     assert [warning for warning in loaded.warnings if "model.reasoning: false" not in warning] == []
     assert len(loaded.warnings) == 1
@@ -350,6 +352,7 @@ def test_every_key_of_tabby_at_its_default_starts_without_noise(read: Read) -> N
 
 def test_the_list_above_is_complete(read: Read) -> None:
     ours = {
+        "aliases",
         "allowed_hosts",
         "body_timeout",
         "control_tokens_in_messages",
@@ -361,18 +364,24 @@ def test_the_list_above_is_complete(read: Read) -> None:
         "disk_cache_write_interval",
         "draft_confidence",
         "draft_max_rows",
+        "embeddings_batch_tokens",
+        "embeddings_truncate",
         "engine_timeout",
         "exclude_tools_when_tool_choice_none",
         "fetch_allowed_hosts",
         "hybrid_draft_tokens",
+        "idle_timeout",
+        "image_dir",
         "keep_volatile_lines",
         "log_level",
         "log_console",
         "log_file",
         "log_json",
         "max_body_mb",
+        "max_models",
         "max_queue",
         "max_queue_per_key",
+        "memory_budget",
         "ngram_corpus",
         "prefill_cooldown",
         "public_docs",
@@ -384,6 +393,7 @@ def test_the_list_above_is_complete(read: Read) -> None:
         "recurrent_checkpoint_interval_pp",
         "recurrent_checkpoint_target",
         "recurrent_dtype",
+        "response_store_mb",
         "sampler_preset",
         "shared_chunk_size",
         "shutdown_timeout",
@@ -391,19 +401,17 @@ def test_the_list_above_is_complete(read: Read) -> None:
         "ssl_certfile",
         "ssl_keyfile",
         "stream_timeout",
+        "sysmem_image_cache",
     }
     written = YAML(typ="safe", pure=True).load(EVERY_KEY_OF_TABBY)
     assert {setting.key for setting in ALL_SETTINGS} - ours == {key for keys in written.values() for key in keys}
 
 
 def test_one_line_for_each_setting_without_effect(read: Read) -> None:
-    loaded = read(
-        "model: {rope_scale: 2, vision: true}\nnetwork: {api_servers: [oai, kobold]}", {"TABBY_LORA_LORAS": ""}
-    )
+    loaded = read("model: {rope_scale: 2}\nnetwork: {send_tracebacks: true}", {"TABBY_LORA_LORAS": ""})
     assert [warning.split(" has no effect: ")[0] for warning in loaded.warnings] == [
-        "network.api_servers (config.yml)",
+        "network.send_tracebacks (config.yml)",
         "model.rope_scale (config.yml)",
-        "model.vision (config.yml)",
     ]
 
 
@@ -581,6 +589,25 @@ def test_models_own_file_comes_between(model: Path) -> None:
     assert (requested.draft_model.draft_mode, requested.draft_model.draft_num_tokens) == ("disabled", 3)
 
 
+def test_adapters_are_for_the_model_at_start_or_named_with_the_model(model: Path) -> None:
+    server = Settings.model_validate({"lora": {"lora_dir": "adapters", "loras": [{"name": "a", "scaling": 0.5}]}})
+
+    def loras(request: dict[str, Any] | None = None, command_line: Any = None) -> list[tuple[str, float]]:
+        load = merge_load_settings(server, model_directory=model, request=request, command_line=command_line)
+        assert load.lora.lora_dir == str(Path("adapters").absolute())
+        return [(lora.name, lora.scaling) for lora in load.lora.loras]
+
+    assert loras() == [("a", 0.5)]
+    assert loras(command_line={"lora": {"loras": '[{"name": "d"}]'}}) == [("d", 1.0)]
+    assert loras(request={}) == []
+    (model / "tabby_config.yml").write_text("lora: {loras: [{name: b, scaling: 2}], lora_dir: elsewhere}")
+    assert loras() == loras(request={}) == [("b", 2.0)]
+    assert loras(request={"loras": [{"name": "c"}]}) == [("c", 1.0)]
+    assert loras(request={"loras": []}) == []
+    with pytest.raises(InvalidRequest, match="each name once"):
+        loras(request={"loras": [{"name": "c"}, {"name": "c"}]})
+
+
 def test_draft_settings_inside_the_models_are_read(model: Path) -> None:
     (model / "tabby_config.yml").write_text("model: {draft_model: {draft_mode: mtp}}")
     assert merge_load_settings(Settings(), model_directory=model).draft_model.draft_mode == "mtp"
@@ -622,8 +649,9 @@ def test_models_own_file_is_warned_about(model: Path, log_lines: list[str]) -> N
 
 
 def test_request_without_effect_is_warned_about(model: Path, log_lines: list[str]) -> None:
-    merge_load_settings(Settings(), model_directory=model, request={"vision": True})
-    assert log_lines == ["model.vision (load request) has no effect: what it controls is not built yet."]
+    merge_load_settings(Settings(), model_directory=model, request={"rope_scale": 2})
+    [line] = log_lines
+    assert line.startswith("model.rope_scale (load request) has no effect: ")
 
 
 def test_refused_request_names_the_key(model: Path) -> None:

@@ -41,7 +41,7 @@ class RunningServer:
 
     def __init__(self, engine: ScriptedEngine, settings: Settings, keys: KeyStore | None) -> None:
         self.engine = engine
-        self.manager = engine.manager(engine_timeout=settings.network.engine_timeout)
+        self.manager = engine.manager(engine_timeout=settings.network.engine_timeout, selection=settings.model)
         self.settings = settings
         self._keys = keys
         self._listening = threading.Event()

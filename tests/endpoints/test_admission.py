@@ -42,6 +42,18 @@ async def test_places_come_free_when_requests_begin_end_or_fail(metrics: Metrics
     assert waiting(metrics) == 0
 
 
+async def test_what_is_told_of_the_queue_and_of_an_end(metrics: Metrics) -> None:
+    queue = queue_of(metrics)
+    ended: list[str] = []
+    first, second = queue.enter("a"), queue.enter("b")
+    first.on_leave = lambda: ended.append("a")
+    first.begin()
+    assert (queue.waiting, queue.in_flight, ended) == (1, 2, [])
+    first.leave()
+    second.leave()
+    assert (queue.waiting, queue.in_flight, ended) == (0, 0, ["a"])
+
+
 async def test_each_key_has_its_own_bound_but_an_administrator(metrics: Metrics) -> None:
     queue = queue_of(metrics, max_queue_per_key=1)
     queue.enter("a")

@@ -9,11 +9,20 @@ from tests.endpoints.running import ADMIN_KEY, API_KEY, RunningServer, running_s
 from tests.scripted import ScriptedEngine
 
 DOCUMENTATION = {"/docs", "/openapi.json"}
-OPEN = {"/health", "/ping", "/ready", "/version", "/.well-known/serviceinfo"}
+OPEN = {
+    *("/health", "/ping", "/ready", "/version", "/.well-known/serviceinfo", "/", "/api/version", "/api/extra/version"),
+    *(
+        f"/api/{version}/{what}"
+        for version in ("v1", "latest")
+        for what in ("info/version", "config/soft_prompt", "config/soft_prompts_list")
+    ),
+}
 ADMIN = {
     *("/v1/model/load", "/v1/model/unload", "/v1/template/switch", "/v1/template/unload"),
     *("/v1/sampling/override/switch", "/v1/sampling/override/unload"),
     *("/v1/cache/flush", "/v1/cache/clear"),
+    *("/v1/lora/load", "/v1/lora/unload", "/v1/model/embedding/load", "/v1/model/embedding/unload"),
+    *("/v1/download", "/v1/downloads", "/v1/downloads/{repo_type}/{folder_name}"),
 }
 
 ALLOWED: dict[Level, list[str | None]] = {
@@ -57,7 +66,7 @@ def test_every_route_enforces_its_level(server: RunningServer) -> None:
         # A broken body: whoever is let in gets no further, and a load or unload does not happen.
         allowed = ALLOWED[row.level]
         for key in (None, API_KEY, ADMIN_KEY):
-            if path.endswith("/unload") and key in allowed:  # needs no body
+            if path.endswith(("/unload", "/events")) and key in allowed:  # needs no body, or does not end
                 continue
             response = server.anonymous.request(
                 row.method, path, content=b"{", headers={"Authorization": f"Bearer {key}"} if key else {}

@@ -125,7 +125,7 @@ def test_while_the_engine_is_started_again(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a request waits for, its place in the queue is free at once."""
-    monkeypatch.setattr("backends.client.RESTART_DELAYS", (600.0,))
+    monkeypatch.setattr("backends.process_client.RESTART_DELAYS", (600.0,))
     with alpha_server(tmp_path_factory.mktemp("server"), [Play(when="die", crash_after=0)]) as server:
         assert server.http.post("/v1/completions", json={"prompt": "die"}).status_code == 500
         chat = {"messages": [{"role": "user", "content": "hi"}]}

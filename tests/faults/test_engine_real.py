@@ -111,8 +111,8 @@ def started(tmp_path_factory: pytest.TempPathFactory, tiny_hybrid: Path, tiny_ll
 @pytest.fixture
 def faulty(started: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     """The engine may fail as often as it likes, and nothing of a test is left in it or in the server."""
-    monkeypatch.setattr("backends.client.RESTART_DELAYS", (0.0,))
-    monkeypatch.setattr("backends.client.STABLE_SECONDS", 0.0)
+    monkeypatch.setattr("backends.process_client.RESTART_DELAYS", (0.0,))
+    monkeypatch.setattr("backends.process_client.STABLE_SECONDS", 0.0)
     assert started.serves()
     held = held_at_rest_by(started.server)
     yield started

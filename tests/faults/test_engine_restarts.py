@@ -26,8 +26,8 @@ NO_MEMORY = ErrorRecord(code="model_load_failed", message="not enough memory for
 async def test_an_engine_may_die_any_number_of_times_if_it_was_stable_in_between(
     scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, crashes: int
 ) -> None:
-    monkeypatch.setattr("backends.client.RESTART_DELAYS", (0.0,))
-    monkeypatch.setattr("backends.client.STABLE_SECONDS", 0.0)
+    monkeypatch.setattr("backends.process_client.RESTART_DELAYS", (0.0,))
+    monkeypatch.setattr("backends.process_client.STABLE_SECONDS", 0.0)
     scripted.write(Script(plays=PLAYS))
     async with nothing_left_behind(), up(scripted.client()) as client:
         async with nothing_left_behind():  # while it serves
@@ -66,11 +66,11 @@ async def test_the_crash_of_one_engine_is_nothing_to_another(scripted: ScriptedE
 async def test_whatever_a_restart_fails_with_is_counted_and_told(
     scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
-    monkeypatch.setattr("backends.client.RESTART_DELAYS", (0.0, 0.01, 0.02))
+    monkeypatch.setattr("backends.process_client.RESTART_DELAYS", (0.0, 0.01, 0.02))
     scripted.write(Script(plays=PLAYS))
     attempts: list[bool] = []
 
-    async def fail(*arguments: object) -> EngineProcess:
+    async def fail(*arguments: object) -> EngineProcess[object]:
         raise error
 
     async with up(scripted.client()) as client:
@@ -126,7 +126,7 @@ def test_a_crash_ends_requests_with_an_error_and_readiness_comes_back(scripted: 
 def test_an_engine_that_is_given_up_is_reported_until_a_model_is_loaded(
     scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("backends.client.RESTART_DELAYS", (0.0,))
+    monkeypatch.setattr("backends.process_client.RESTART_DELAYS", (0.0,))
     with loaded_server(scripted, Script(plays=PLAYS)) as server:
         scripted.write(Script(models={"alpha": ModelScript(load_error=NO_MEMORY)}))
         assert server.http.post("/v1/completions", json={"prompt": "die"}).status_code == 500

@@ -49,8 +49,8 @@ def crash(server: RunningServer, number: int) -> None:
 def test_crashes_leave_nothing_behind(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, crashes: int
 ) -> None:
-    monkeypatch.setattr("backends.client.RESTART_DELAYS", (0.0,))
-    monkeypatch.setattr("backends.client.STABLE_SECONDS", 0.0)
+    monkeypatch.setattr("backends.process_client.RESTART_DELAYS", (0.0,))
+    monkeypatch.setattr("backends.process_client.STABLE_SECONDS", 0.0)
     with alpha_server(tmp_path_factory.mktemp("server"), PLAYS) as server, traced():
         server.load("alpha", max_seq_len=1_000_000)
         crash(server, 0)

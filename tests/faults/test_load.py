@@ -184,7 +184,7 @@ def test_what_has_begun_may_take_longer(hurried: RunningServer) -> None:
 
 
 def test_waiting_for_an_engine_that_restarts_counts(scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backends.client.RESTART_DELAYS", (600.0,))
+    monkeypatch.setattr("backends.process_client.RESTART_DELAYS", (600.0,))
     scripted.write(Script(plays=[Play(when="CRASH", crash_after=0)]))
     with running_server(scripted, network={"queue_timeout": 1}).running() as server:
         server.load("alpha")

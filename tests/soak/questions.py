@@ -8,7 +8,7 @@ certain, and only that is compared.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from random import Random
@@ -121,10 +121,12 @@ def conversation(edit: str) -> list[dict[str, str]]:
     ]
 
 
-async def learn(http: httpx.AsyncClient, admin: httpx.AsyncClient) -> RightAnswers:
+async def learn(
+    http: httpx.AsyncClient, admin: httpx.AsyncClient, asked: Iterable[Question] | None = None
+) -> RightAnswers:
     """Ask the loaded model everything once, one after the other and with an empty cache."""
     answers = {}
-    for question in questions():
+    for question in questions() if asked is None else asked:
         (await admin.post("/v1/cache/clear")).raise_for_status()
         logprobs = {"logprobs": True, "top_logprobs": 2} if question.route == CHAT else {"logprobs": 2}
         response = await http.post(question.route, json={**question.body, **logprobs})

@@ -7,7 +7,8 @@ from typing import Any
 from loguru import logger
 from pydantic import BaseModel, model_validator
 
-from common.config_models import DraftModelParameters, ModelParameters
+from common.config_models import DraftModelParameters, LoraParameters, ModelParameters
+from common.sampling import RequestModel
 from common.settings_catalog import unknown_keys
 
 
@@ -27,7 +28,14 @@ class DraftModelLoadRequest(DraftModelParameters):
         return values
 
 
-class ModelLoadRequest(ModelParameters):
+class ModelUnloadRequest(RequestModel):
+    """Body of `POST /v1/model/unload`, which may be left out."""
+
+    model_name: str | None = None
+    """The model to unload. Empty: that which answers requests that name none."""
+
+
+class ModelLoadRequest(ModelParameters, LoraParameters):
     """Body of `POST /v1/model/load`: every per-model setting, with the limits that it has in config.yml.
 
     Only the fields that a request gives count; the rest comes from `use_as_default` and the model's tabby_config.yml,

@@ -6,10 +6,18 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from backends.client import ClientState, EngineClient
+from backends.client import EngineClient
+from backends.manager import ModelStatus
 from backends.messages import LoadProgress, ModelComponent, ModelInfo
+from backends.model_events import ModelEvent, ModelState
+from backends.process_client import ClientState
 from common.parsing.detection import AnswerSyntax
 from common.templating import ChatTemplate
+
+
+class AppliedLora(BaseModel):
+    name: str
+    scaling: float
 
 
 class ModelParameters(BaseModel):
@@ -27,6 +35,7 @@ class ModelParameters(BaseModel):
     rope_alpha: float = 1.0
     draft: ModelCard | None
     draft_mode: str | None
+    loras: list[AppliedLora]  # adapters that it computes with
     prompt_template: str | None
     prompt_template_content: str | None
     tool_format: str | None  # the form in which the model calls tools; None where it is not known
@@ -45,11 +54,32 @@ class ModelParameters(BaseModel):
     warnings: list[str]
 
 
+class CardStatus(BaseModel):
+    """How it is with a model."""
+
+    value: ModelState  # "sleeping": unloaded as nobody used it; the next request loads it again
+    reason: str | None = None  # why it has failed, or is being loaded again
+    requests: int = 0  # that use it
+    memory_bytes: int | None = None  # of the device, that it takes; None where it is not loaded
+    unloaded_in: float | None = None  # seconds, if nobody uses it; None: it is in use, or stays
+
+    @classmethod
+    def of(cls, status: ModelStatus) -> CardStatus:
+        return cls(
+            value=status.state,
+            reason=status.reason,
+            requests=status.requests,
+            memory_bytes=status.memory,
+            unloaded_in=None if status.idle_in is None else round(status.idle_in, 1),
+        )
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "Waypoint"
+    status: CardStatus | None = None  # None for one that is part of another
     parameters: ModelParameters | None = None
 
 
@@ -77,6 +107,7 @@ def model_parameters(
         use_vision=info.use_vision,
         draft=ModelCard(id=info.draft_model_name, created=created) if info.draft_model_name else None,
         draft_mode=info.draft_mode,
+        loras=[AppliedLora(name=lora.name, scaling=lora.scaling) for lora in info.loras],
         prompt_template=template.name if template else None,
         prompt_template_content=template.source if template else None,
         tool_format=syntax.tool_format.value if syntax else None,
@@ -94,6 +125,22 @@ def model_parameters(
         engine_failure=client.failure,
         warnings=warnings,
     )
+
+
+class ModelEventFrame(BaseModel):
+    """One frame of what happens to models."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    model: str
+    status: ModelState
+    reason: str | None  # why it has failed, is unloaded (displaced, idle or requested), or is being loaded again
+    progress: LoadProgressEvent | None  # while it loads
+
+    @classmethod
+    def of(cls, event: ModelEvent) -> ModelEventFrame:
+        progress = None if event.progress is None else LoadProgressEvent.of(event.progress)
+        return cls(model=event.name, status=event.state, reason=event.reason, progress=progress)
 
 
 class LoadProgressEvent(BaseModel):

@@ -17,8 +17,13 @@ class Health(BaseModel):
 
 
 class Readiness(BaseModel):
+    """
+    Attributes:
+        model: that answers requests which name none; None: they have to name one, which is loaded for them.
+    """
+
     status: Literal["ready"] = "ready"
-    model: str
+    model: str | None
 
 
 class PermissionAnswer(BaseModel):

@@ -43,6 +43,7 @@ class TokenEncodeResponse(BaseModel):
 
 class TokenDecodeRequest(RequestModel):
     tokens: _TokenIds
+    model: str | None = None
     decode_special_tokens: bool = True
 
 
@@ -84,6 +85,7 @@ class TokenizeResponse(BaseModel):
 
 class DetokenizeRequest(RequestModel):
     tokens: _TokenIds
+    model: str | None = None
 
 
 class DetokenizeResponse(BaseModel):

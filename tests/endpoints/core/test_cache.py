@@ -131,7 +131,7 @@ def test_without_a_model(empty_server: RunningServer) -> None:
 
 
 def test_while_the_engine_is_started_again(empty_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backends.client.RESTART_DELAYS", (3600.0,))
+    monkeypatch.setattr("backends.process_client.RESTART_DELAYS", (3600.0,))
     empty_server.engine.write(Script(plays=PLAYS))
     empty_server.load("alpha")
     assert empty_server.http.post("/v1/completions", json={"prompt": "DIE"}).status_code == 500
