@@ -21,9 +21,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Final, Self, TypeAlias, cast
 
@@ -70,6 +70,10 @@ _PARTIAL: Final = ".incomplete"
 _BLOCK_BYTES: Final = 1 << 20
 _SHA256_DIGITS: Final = 64
 _GO_ON: Final = "What has come is kept; the same request goes on from there."
+# Of a name, and of a path in a repository, which has a folder before it: what every system takes.
+_MAX_NAME_BYTES: Final = 255
+_MAX_PATH_BYTES: Final = 1000
+_LONGEST_SHOWN: Final = 100  # characters of a path
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 
 # What breaks off costs less than a block, and the progress moves on a slow line too. The client's own is 10 MB.
@@ -174,14 +178,18 @@ class HubDownload:
             )
         if info.sha is None:
             raise self._not_a_hub()
-        return info.sha, [self._checked(file) for file in files]
+        checked = [self._checked(file) for file in files]
+        self._check_names(checked)
+        return info.sha, checked
 
     def _checked(self, file: RepoSibling) -> HubFile:
         path, size = file.rfilename, file.size
-        if path_within(self._destination, path) is None:
+        sizes = [len(name.encode("utf-8", "replace")) for name in (path, *path.split("/"))]
+        too_long = sizes[0] > _MAX_PATH_BYTES or max(sizes[1:]) > _MAX_NAME_BYTES
+        if too_long or path_within(self._destination, path) is None:
             raise InvalidRequest(
-                f"{self._asked.repo_id} has a file {path!r}, a name that files cannot have everywhere. Leave it out "
-                "with exclude.",
+                f"{self._asked.repo_id} has a file {path[:_LONGEST_SHOWN]!r}, a name that files cannot have "
+                "everywhere. Leave it out with exclude.",
                 param="exclude",
             )
         digest = file.lfs.sha256 if file.lfs is not None else file.blob_id
@@ -195,6 +203,21 @@ class HubDownload:
                 param="repo_id",
             )
         return HubFile(path, size, digest)
+
+    def _check_names(self, files: Sequence[HubFile]) -> None:
+        """Raise InvalidRequest where a file would take the place of another; many systems know no capital letters."""
+        folders = {folder for file in files for folder in PurePosixPath(file.path.casefold()).parents}
+        names: set[PurePosixPath] = set()
+        for file in files:
+            name = PurePosixPath(file.path.casefold())
+            if name in names or name in folders:
+                raise InvalidRequest(
+                    f"{self._asked.repo_id} has a file {file.path[:_LONGEST_SHOWN]!r} and something else of that name, "
+                    "give or take capital letters, which cannot be in one folder everywhere. Leave one out with "
+                    "exclude.",
+                    param="exclude",
+                )
+            names.add(name)
 
     def _not_a_hub(self) -> DownloadFailed:
         return DownloadFailed(
@@ -241,7 +264,7 @@ class HubDownload:
             running: set[Future[None]] = {pool.submit(self._fetch, commit, file, tally) for file in files}
             told: DownloadProgress | None = None
             while True:
-                done, running = wait(running, timeout=REPORT_SECONDS, return_when=FIRST_COMPLETED)
+                done, running = wait(running, timeout=REPORT_SECONDS, return_when=FIRST_EXCEPTION)
                 for future in done:
                     future.result()
                 progress = tally.progress()
@@ -261,6 +284,15 @@ class HubDownload:
             with open(partial, "ab") as output:
                 output.truncate(there)
                 output.seek(there)
+
+                def count(size: int) -> None:
+                    tally.add(file, size)
+                    if output.tell() > file.size:  # what says no length could go on until the disk is full
+                        raise DownloadFailed(
+                            f"{file.path} of {self._asked.repo_id} does not end where the hub says. Ask for the "
+                            "download again."
+                        )
+
                 http_get(
                     hf_hub_url(self._asked.repo_id, file.path, revision=commit, endpoint=self._endpoint),
                     output,
@@ -268,7 +300,7 @@ class HubDownload:
                     headers=self._headers,
                     expected_size=file.size,
                     displayed_filename=file.path,
-                    tqdm_class=cast(Any, lambda **_: _Counter(lambda count: tally.add(file, count))),
+                    tqdm_class=cast(Any, lambda **_: _Counter(count)),
                 )
             if not file.is_that_of(partial):
                 partial.unlink()

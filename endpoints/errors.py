@@ -46,7 +46,7 @@ class ErrorBody(TypedDict):
 
 RenderError: TypeAlias = Callable[[ServerError], Mapping[str, object]]  # a JSON object, in the form of an API
 
-# For the OpenAPI document: the envelope, and the responses of every route that have it.
+# For the OpenAPI document, as the component "Error".
 ERROR_SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
     "properties": {
@@ -64,11 +64,22 @@ ERROR_SCHEMA: Final[dict[str, Any]] = {
     },
     "required": ["error"],
 }
-_ENVELOPE: Final[dict[str, Any]] = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
-    "4XX": {"description": "The request cannot be served as it is.", "content": _ENVELOPE},
-    "5XX": {"description": "The server cannot serve it, or not now.", "content": _ENVELOPE},
-}
+
+
+def error_responses(schema: Mapping[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """The errors of a route in the OpenAPI document.
+
+    Args:
+        schema: of the envelope that its API has.
+    """
+    content = {"application/json": {"schema": schema}}
+    return {
+        "4XX": {"description": "The request cannot be served as it is.", "content": content},
+        "5XX": {"description": "The server cannot serve it, or not now.", "content": content},
+    }
+
+
+ERROR_RESPONSES: Final = error_responses({"$ref": "#/components/schemas/Error"})  # where a router has no others
 
 
 def openai_error(error: ServerError) -> ErrorBody:

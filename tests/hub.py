@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -23,8 +24,8 @@ LARGE_BYTES = 1000
 _PART_BYTES = 1 << 18
 
 # What happens once half of a file has been sent: the connection is cut, or nothing more comes until `resume()`. Or the
-# request for it is answered with that status.
-Fault: TypeAlias = Literal["cut", "stall"] | int
+# file is sent without its length, over and over, or the request for it is answered with that status.
+Fault: TypeAlias = Literal["cut", "stall", "endless"] | int
 
 
 class Asked(NamedTuple):
@@ -172,6 +173,8 @@ class HubStandIn:
         fault = self.faults[path].pop(0) if self.faults.get(path) else None
         if isinstance(fault, int):
             return Response(status_code=fault)
+        if fault == "endless":
+            return StreamingResponse(itertools.repeat(content + bytes(_PART_BYTES)))
         start = _start(request)
         headers = {"Content-Length": str(len(content) - start), "Accept-Ranges": "bytes"}
         if start:

@@ -9,6 +9,7 @@ whose name contains "foreign" has code of its own, and one whose name contains "
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ def info(directory: Path, kind: Kind, device: Device) -> EmbeddingModelInfo:
 
 
 def vector(text: str) -> list[float]:
-    return [float(text.count(letter)) for letter in LETTERS]
+    return [math.nan if "NAN" in text else float(text.count(letter)) for letter in LETTERS]
 
 
 class ScriptedEmbedder:

@@ -15,6 +15,7 @@ from backends.embeddings.prompts import Purpose, find_purpose
 from common.errors import (
     MAX_TOKEN_CHARACTERS,
     ContextLengthExceeded,
+    EngineFailed,
     InvalidRequest,
     Unsupported,
     check_token_ids,
@@ -98,7 +99,7 @@ class Stepper:
         key = next(iter(step)).key
         values = [piece.value for pieces in step.values() for piece in pieces]
         try:
-            rows = iter(self._compute(key, values))
+            rows = iter(_checked(self._compute(key, values)))
         except Exception as error:
             if len(step) == 1:
                 next(iter(step)).fail(error)
@@ -217,6 +218,16 @@ class Judge:
 
     def _compute(self, key: Hashable, values: Sequence[Value]) -> Rows:
         return self._model.judge([each for each in values if isinstance(each, tuple)])
+
+
+def _checked(rows: Rows) -> Rows:
+    """Raise `EngineFailed` where they hold what is no number: nothing that is made of it would mean anything."""
+    if not np.isfinite(rows).all():
+        raise EngineFailed(
+            "The model gave numbers that are not finite. Its files may be damaged, or half precision is too little "
+            "for it; with embeddings_device: cpu it has more."
+        )
+    return rows
 
 
 def _paths(param: str, count: int) -> list[str]:

@@ -354,8 +354,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not _is_number(alpha):
         raise InvalidRequest(
-            f"{ADAPTER_CONFIG} of the adapter {name} says r {short_repr(rank)} and lora_alpha {short_repr(alpha)}, which "
-            "are no numbers to scale with. Download the file again."
+            f"{ADAPTER_CONFIG} of the adapter {name} says r {short_repr(rank)} and lora_alpha {short_repr(alpha)}, "
+            "which are no numbers to scale with. Download the file again."
         )
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(key) or {}, dict):

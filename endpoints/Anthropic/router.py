@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from fastapi import APIRouter, Request, Response
 
@@ -51,7 +53,7 @@ async def messages(
     body: MessagesRequest, request: Request, response: Response, state: State
 ) -> MessageResponse | EventStream:
     async def ask(client: EngineClient) -> Asked[MessageResponse]:
-        asked = as_chat(body, client.settings.model)
+        asked = await asyncio.to_thread(as_chat, body, client.settings.model)  # seconds, of a hundred thousand blocks
         with asked.paths.as_sent():
             turn, generations = await begun_chat(asked.chat, state, client)
         if body.wants_no_answer:  # the engine cannot but generate a token for that
@@ -71,7 +73,7 @@ async def messages(
 async def count_tokens(body: CountTokensRequest, request: Request, state: State) -> TokenCount:
     """Tokens of the prompt that the same body makes for `/v1/messages`."""
     client = await state.serving(request, body.model)
-    asked = as_chat(body, client.settings.model)
+    asked = await asyncio.to_thread(as_chat, body, client.settings.model)
     with asked.paths.as_sent():
         _, [prompt] = await asked_in_chat(asked.chat, state, client)
     assert isinstance(prompt.prompt, str)

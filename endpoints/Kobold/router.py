@@ -35,7 +35,7 @@ from endpoints.Kobold.types.info import (
 from endpoints.Kobold.utils.codec import KoboldCodec
 from endpoints.Kobold.utils.generations import Owner
 from endpoints.Kobold.utils.requests import asked_of_kobold
-from endpoints.Kobold.utils.wire import KOBOLD, kobold_error
+from endpoints.Kobold.utils.wire import ERROR_RESPONSES, KoboldWire, aborted, kobold_error
 from endpoints.routing import API, OPEN, AnyTypeRoute, QueuedRoute
 from endpoints.state import ServerState, State, loaded_info
 from endpoints.streaming import STREAMED, EventStream
@@ -51,8 +51,8 @@ class KoboldQueuedRoute(QueuedRoute, KoboldRoute):
     pass
 
 
-router = APIRouter(route_class=KoboldRoute)
-generating = APIRouter(route_class=KoboldQueuedRoute)
+router = APIRouter(route_class=KoboldRoute, responses=ERROR_RESPONSES)
+generating = APIRouter(route_class=KoboldQueuedRoute, responses=ERROR_RESPONSES)
 
 
 # --- generation ---------------------------------------------------------------------------------------------------
@@ -84,11 +84,14 @@ async def _answer(
         fields, generations = await asked_of_kobold(body, state, client, stream=stream)
         return Asked(generations, KoboldCodec(fields, generation), fields)
 
+    wire = KoboldWire(generation)
     try:
-        return await respond(request, response, state, body.model, ask, stream=stream, wire=KOBOLD)
+        return await respond(request, response, state, body.model, ask, stream=stream, wire=wire)
     except RequestCancelled:
         if not generation.aborted:
             raise
+        if stream:
+            return EventStream(aborted(), wire=wire, ping=0)
         return KoboldResults(results=[KoboldResult(text="", finish_reason="abort")])  # before there was any of it
 
 

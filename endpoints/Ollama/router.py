@@ -44,7 +44,7 @@ from endpoints.Ollama.types.response import (
 from endpoints.Ollama.utils.codec import ChatCodec, GenerateCodec, Stopwatch, as_they_are
 from endpoints.Ollama.utils.models import ModelFiles, running, shown, visible_models
 from endpoints.Ollama.utils.requests import as_chat, as_completion, as_one_turn
-from endpoints.Ollama.utils.wire import OLLAMA, ollama_error
+from endpoints.Ollama.utils.wire import ERROR_RESPONSES, OLLAMA, ollama_error
 from endpoints.routing import API, OPEN, AnyTypeRoute, QueuedRoute
 from endpoints.state import ServerState, State
 from endpoints.streaming import EventStream
@@ -64,9 +64,9 @@ class OllamaEmbeddingRoute(EmbeddingRoute, OllamaRoute):
     pass
 
 
-router = APIRouter(route_class=OllamaRoute)
-generating = APIRouter(route_class=OllamaQueuedRoute)
-embedding = APIRouter(route_class=OllamaEmbeddingRoute)
+router = APIRouter(route_class=OllamaRoute, responses=ERROR_RESPONSES)
+generating = APIRouter(route_class=OllamaQueuedRoute, responses=ERROR_RESPONSES)
+embedding = APIRouter(route_class=OllamaEmbeddingRoute, responses=ERROR_RESPONSES)
 # In the OpenAPI document, beside the JSON of a route that may stream.
 _STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {OLLAMA.media_type: {}}}}
 
@@ -258,14 +258,19 @@ async def pull() -> None:
 @router.post("/api/copy", openapi_extra=API)
 @router.post("/api/push", openapi_extra=API)
 @router.delete("/api/delete", openapi_extra=API)
-@router.post("/api/blobs/{digest}", openapi_extra=API)
-@router.head("/api/blobs/{digest}", openapi_extra=API, include_in_schema=False)
 async def change_models() -> None:
     """Refused: models are folders."""
     raise Unsupported(
         "Models are folders in model.model_dir here, and are not changed by this API. POST /v1/download adds one; "
         "aliases (model.aliases) and a tabby_config.yml in its folder give it names and settings."
     )
+
+
+@router.post("/api/blobs/{digest}", openapi_extra=API)
+@router.head("/api/blobs/{digest}", openapi_extra=API, include_in_schema=False)
+async def add_blob(digest: str) -> None:
+    """Refused: models are folders."""
+    await change_models()
 
 
 # --- the server ---------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from endpoints.Responses.types.request import ResponsesRequest
 from endpoints.Responses.types.response import DeletedResponse, InputTokens, ItemList, ResponseObject
 from endpoints.Responses.utils.background import begin_run, check_background, current_run
 from endpoints.Responses.utils.begin import new_response
-from endpoints.Responses.utils.codec import WIRE, ResponseCodec
+from endpoints.Responses.utils.codec import ResponseCodec, ResponseWire
 from endpoints.Responses.utils.output import Output
-from endpoints.Responses.utils.prepared import PreparedRequest
+from endpoints.Responses.utils.prepared import prepared
 from endpoints.Responses.utils.store import StoredResponse
 from endpoints.routing import API, OpenAIQueuedRoute, OpenAIRoute, WatchedRoute
 from endpoints.state import State, loaded_info
@@ -51,7 +51,7 @@ async def create_response(
     else:
         if body.background:
             check_background(body, store)
-        asked = PreparedRequest(body, store, owner)
+        asked = await prepared(body, store, owner)
         if body.background:
             return await begin_run(request, store, asked, owner)
 
@@ -73,7 +73,11 @@ async def create_response(
         # A preset may ask for more answers; a response has one.
         return Asked(generations[:1], codec, turn.body)
 
-    answer = await respond(request, response, state, body.model, ask, stream=body.stream, wire=WIRE)
+    def not_begun() -> ResponseObject:
+        return new_response(body, asked.chat.body, asked.chat.tools, model=body.model or "", store=asked.is_stored)
+
+    wire = ResponseWire(not_begun)
+    answer = await respond(request, response, state, body.model, ask, stream=body.stream, wire=wire)
     if left_out := ", ".join(asked.chat.left_out):
         logger.info("There is no {} here; the request goes on without", left_out)
         (answer if isinstance(answer, EventStream) else response).headers[LEFT_OUT_HEADER] = left_out
@@ -83,7 +87,7 @@ async def create_response(
 @_counting.post("/responses/input_tokens", openapi_extra=API)
 async def count_input_tokens(body: ResponsesRequest, request: Request, state: State) -> InputTokens:
     """Tokens of the prompt that the same body would make."""
-    asked = PreparedRequest(body, state.responses, request.state.owner)
+    asked = await prepared(body, state.responses, request.state.owner)
     client = await state.serving(request, body.model)
     with asked.chat.paths.as_sent():
         _, (generation, *_) = await asked_in_chat(asked.chat.body, state, client)

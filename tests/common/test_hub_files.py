@@ -172,15 +172,47 @@ def test_a_file_with_another_size_is_refused(folder: Folder) -> None:
     assert folder.nothing_visible()
 
 
+@pytest.mark.parametrize("path", [WEIGHTS, "config.json"])
+def test_a_file_without_end_is_given_up(folder: Folder, path: str) -> None:
+    folder.hub.faults[path] = ["endless"]
+    with pytest.raises(DownloadFailed, match=f"{path} of {REPO} does not end where the hub says"):
+        folder.download()
+    assert folder.nothing_visible()
+    assert folder.download() == folder.hub.repos[REPO].files
+
+
 @pytest.mark.parametrize(
     "path",
-    ["../evil", "a/../../evil", "/etc/evil", "a//b", "C:/evil", "a\\..\\evil", "..", "sub/con.txt", "a/.", "new\nline"],
+    [
+        *(
+            "../evil",
+            "a/../../evil",
+            "/etc/evil",
+            "a//b",
+            "C:/evil",
+            "a\\..\\evil",
+            "..",
+            "sub/con.txt",
+            "a/.",
+            "new\nline",
+        ),
+        *("a/" + 256 * "b", 500 * "ab/" + "c"),
+    ],
 )
-def test_names_that_lead_out_are_refused(folder: Folder, path: str) -> None:
+def test_names_that_lead_out_or_are_too_long_are_refused(folder: Folder, path: str) -> None:
     folder.hub.repos[REPO] = Repo({**SMALL, path: b"evil"})
     with pytest.raises(InvalidRequest, match="a name that files cannot have everywhere") as caught:
         folder.download()
     assert caught.value.param == "exclude"
+    assert not folder.root.exists()
+    assert folder.download(exclude=(path,)) == SMALL
+
+
+@pytest.mark.parametrize("path", ["Config.JSON", "sub", "SUB/notes.txt", "empty/file"])
+def test_names_that_are_one_on_some_systems_are_refused(folder: Folder, path: str) -> None:
+    folder.hub.repos[REPO] = Repo({**SMALL, path: b"other"})
+    with pytest.raises(InvalidRequest, match="something else of that name"):
+        folder.download()
     assert not folder.root.exists()
     assert folder.download(exclude=(path,)) == SMALL
 

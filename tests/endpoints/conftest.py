@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from common.generation import SampledLogprob, TextDelta, TokenLogprob
 from tests.endpoints.running import RunningServer, running_server
+from tests.samples import TEMPLATES
 from tests.scripted import ScriptedEngine
 from tests.scripted_worker import Play, Script
+from tests.serving import ServerProcess
 
 PLAYS = [
     Play(when="COUNT", chunks=["one ", "two ", "three"], cached_tokens=4),
@@ -45,6 +49,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with running_server(engine).running() as running:
         running.load("alpha")
         yield running
+
+
+@pytest.fixture
+def thinking_server(real_server: ServerProcess, tiny_hybrid: Path) -> Iterator[ServerProcess]:
+    """The real engine's server, whose model has a template for a while that knows thoughts and calls."""
+    name = "qwen3_5"
+    more = tiny_hybrid / "additional_chat_templates"
+    more.mkdir(exist_ok=True)
+    shutil.copy(TEMPLATES / f"{name}.jinja", more)
+    with real_server.client(real_server.admin_key) as admin:
+        assert admin.post("/v1/template/switch", json={"prompt_template_name": name}).status_code == 200
+        yield real_server
+        own = {"prompt_template_name": "chat_template"}
+        assert admin.post("/v1/template/switch", json=own).status_code == 200
 
 
 @pytest.fixture

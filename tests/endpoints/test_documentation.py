@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import json
+import re
+from typing import Any
+
 import pytest
 
 from tests.endpoints.running import RunningServer, running_server
@@ -44,6 +48,42 @@ def test_what_a_client_picks_of_an_answer_is_described(server: RunningServer) ->
     operation = server.http.get("/openapi.json").json()["paths"]["/completion"]["post"]
     shapes = operation["responses"]["200"]["content"]["application/json"]["schema"]["anyOf"]
     assert {"type": "object", "additionalProperties": True} in shapes
+
+
+def test_names_in_paths_are_described(server: RunningServer) -> None:
+    for path, operations in server.http.get("/openapi.json").json()["paths"].items():
+        for operation in operations.values():
+            described = {item["name"] for item in operation.get("parameters", []) if item["in"] == "path"}
+            assert described == set(re.findall(r"{(\w+)}", path)), path
+
+
+def test_errors_are_as_described(server: RunningServer) -> None:
+    """Each API has an envelope of its own."""
+    document = server.http.get("/openapi.json").json()
+    envelopes = set()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if operation["security"]:
+                error = server.anonymous.request(method, path)
+                assert error.status_code == 401
+                described = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
+                assert fits(error.json(), described, document), (path, error.text)
+                envelopes.add(json.dumps(described, sort_keys=True))
+    assert len(envelopes) == 4  # of OpenAI's API and TabbyAPI's, of Anthropic's, Kobold's and Ollama's
+
+
+def fits(value: object, schema: dict[str, Any], document: dict[str, Any]) -> bool:
+    """It has the members that the schema asks for, and none that it does not know."""
+    if "$ref" in schema:
+        schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    if schema.get("type") != "object":
+        return not isinstance(value, dict)
+    members = schema["properties"]
+    return (
+        isinstance(value, dict)
+        and set(schema["required"]) <= value.keys() <= members.keys()
+        and all(fits(value[name], members[name], document) for name in value)
+    )
 
 
 def test_it_can_be_open_to_everybody(scripted: ScriptedEngine) -> None:

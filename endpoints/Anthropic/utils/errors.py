@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, TypedDict
 
 from common.errors import ContextLengthExceeded, ServerError
 from common.logger import request_id
+from endpoints.errors import error_responses
 from endpoints.wire import NamedEvent, Wire
 
 _TYPES: Final = {
@@ -44,11 +45,7 @@ _SCHEMA: Final[dict[str, Any]] = {
     },
     "required": ["type", "error", "request_id"],
 }
-_ENVELOPE: Final[dict[str, Any]] = {"application/json": {"schema": _SCHEMA}}
-ERROR_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
-    "4XX": {"description": "The request cannot be served as it is.", "content": _ENVELOPE},
-    "5XX": {"description": "The server cannot serve it, or not now.", "content": _ENVELOPE},
-}
+ERROR_RESPONSES: Final = error_responses(_SCHEMA)
 
 
 def anthropic_error(error: ServerError) -> ErrorBody:

@@ -16,6 +16,7 @@ from endpoints.Kobold.types.generate import (
     KoboldToken,
 )
 from endpoints.Kobold.utils.generations import Generation
+from endpoints.Kobold.utils.wire import message
 from endpoints.OAI.types.chat import ChatLogprobs, ChatTokenLogprob
 from endpoints.OAI.utils.logprobs import chat_entries
 from endpoints.streaming import IndexedEvents, Queued
@@ -50,15 +51,15 @@ class KoboldCodec:
         async for index, event in self._until_aborted(answers):
             if isinstance(event, TextDelta) and (event.text or event.logprobs):
                 entries = self._entries(event)
-                yield _message(
+                yield message(
                     KoboldToken(token=event.text, logprobs=ChatLogprobs(content=entries) if entries else None)
                 )
             elif isinstance(event, Finish):
                 if stop := self._stop_sequence(event):
                     self._generation.add(index, stop)
-                    yield _message(KoboldToken(token=stop))
+                    yield message(KoboldToken(token=stop))
                 finish_reason = _finish_reason(event)
-        yield _message(KoboldToken(token="", finish_reason=finish_reason))
+        yield message(KoboldToken(token="", finish_reason=finish_reason))
 
     async def collect(self, answers: IndexedEvents) -> KoboldResults:
         collected = [_Answer() for _ in range(self._fields.n)]
@@ -110,8 +111,3 @@ class KoboldCodec:
 
 def _finish_reason(finish: Finish) -> FinishReason:
     return "length" if finish.reason == "length" else "stop"
-
-
-def _message(piece: KoboldToken) -> NamedEvent:
-    # ASCII, since Kobold Lite takes a line separator in the text for the end of the event.
-    return NamedEvent("message", piece.model_dump_json(ensure_ascii=True))

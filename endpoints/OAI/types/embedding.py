@@ -8,7 +8,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Discriminator, Fi
 
 from backends.embeddings.messages import EmbedOptions
 from common.limits import MAX_BODY_MARKS, MAX_EMBEDDED, MAX_RANKED, MAX_TOKENIZED, ShortText, at_most
-from common.sampling import RequestModel
+from common.sampling import LARGEST, RequestModel
 from endpoints.OAI.types.common import LEFT_OUT_IF_NONE
 
 
@@ -30,7 +30,7 @@ def _shape_of(value: object) -> str:
 
 
 _Text: TypeAlias = Annotated[str, Field(max_length=MAX_TOKENIZED)]
-_TokenId: TypeAlias = Annotated[int, Field(strict=True, ge=0)]
+_TokenId: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 _TokenIds: TypeAlias = Annotated[list[_TokenId], Field(min_length=1), at_most(MAX_BODY_MARKS)]
 _Texts: TypeAlias = Annotated[list[_Text], Field(min_length=1), at_most(MAX_EMBEDDED)]
 _ListsOfIds: TypeAlias = Annotated[list[_TokenIds], Field(min_length=1), at_most(MAX_EMBEDDED)]
@@ -58,7 +58,7 @@ class EmbeddingRequest(RequestModel):
     )
     model: str | None = Field(None, description=_MODEL)
     encoding_format: Literal["float", "base64"] = Field("float", description="base64 is of float32, little-endian.")
-    dimensions: Annotated[int, Field(strict=True, ge=1)] | None = Field(
+    dimensions: Annotated[int, Field(strict=True, ge=1, le=LARGEST)] | None = Field(
         None, description="Keep so many of each vector, for models that were trained for it."
     )
     normalize: bool = Field(True, description="Vectors of length 1.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from common.generation import (
     Usage,
 )
 from common.generation import TokenLogprob as EngineLogprob
+from common.json_body import read_json
 from endpoints.Ollama.types.response import (
     Answer,
     Call,
@@ -198,7 +198,7 @@ class _OpenCall:
     arguments: list[str] = field(default_factory=list)
 
     def whole(self, index: int) -> Call:
-        function = CalledFunction(index=index, name=self.name, arguments=json.loads("".join(self.arguments)))
+        function = CalledFunction(index=index, name=self.name, arguments=read_json("".join(self.arguments).encode()))
         return Call(id=self.id, function=function)
 
 

@@ -119,12 +119,3 @@ class InputDeltaEvent(_OfItem):
 class InputDoneEvent(_OfItem):
     type: Literal["response.custom_tool_call_input.done"] = "response.custom_tool_call_input.done"
     input: str
-
-
-class ErrorEvent(StreamEvent):
-    """What ends a stream before there is a response."""
-
-    type: Literal["error"] = "error"
-    code: str
-    message: str
-    param: str | None

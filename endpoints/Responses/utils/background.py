@@ -76,13 +76,16 @@ async def begin_run(request: Request, store: ResponseStore, asked: PreparedReque
         The response as it is until then.
 
     Raises:
-        Unsupported: it is larger than all responses together may be.
+        Unsupported: it is larger, with all that it goes on from, than all responses together may be.
     """
     body, chat = asked.body, asked.chat
     queued = new_response(body, chat.body, chat.tools, model=body.model or "", status="queued", store=True)
     stored = store.put(owner, queued, asked.items, asked.previous)
     if stored is None:
-        raise Unsupported("The request is larger than network.response_store_mb allows.", param="background")
+        raise Unsupported(
+            "The request, with all that it goes on from, is larger than network.response_store_mb allows.",
+            param="background",
+        )
     headers = [(name, value) for name, value in request.headers.items() if name not in _HOP_BY_HOP]
     message = httpx.Request("POST", str(request.url), headers=headers, content=await request.body())
     transport = httpx.ASGITransport(request.app, raise_app_exceptions=False)

@@ -8,14 +8,14 @@ from typing import Any, Final, Literal, TypeAlias
 
 from loguru import logger
 
-from common.errors import ContextLengthExceeded, ServerError
+from common.errors import ContextLengthExceeded, InvalidRequest, ServerError
 from common.generation import Event, Finish, FinishReason
 from endpoints.blocks import Block, BlockDelta, BlockEnded, Blocks, BlockStarted
-from endpoints.errors import to_server_error
+from endpoints.errors import openai_error, to_server_error
 from endpoints.OAI.types import common
 from endpoints.OAI.utils.chat import ReadAnswer
 from endpoints.OAI.utils.generation import Tally
-from endpoints.Responses.types.events import ErrorEvent, ResponseEvent, StreamEvent
+from endpoints.Responses.types.events import ResponseEvent, StreamEvent
 from endpoints.Responses.types.response import (
     IncompleteDetails,
     InputTokensDetails,
@@ -33,8 +33,9 @@ Keep: TypeAlias = Callable[[ResponseObject], None]
 _Ending: TypeAlias = Literal["response.completed", "response.incomplete", "response.failed"]
 
 _EMPTY: Final = Block(0, "text")
-# Codes that clients tell apart; to them everything else is the server's fault.
-_TOLD: Final = frozenset({ContextLengthExceeded.code})
+# Codes by which agents know that they have to shorten the conversation, or that the same request has no other end.
+_TOO_LONG: Final = ContextLengthExceeded.code
+_REFUSED: Final = "invalid_prompt"
 
 
 class ResponseCodec:
@@ -67,7 +68,7 @@ class ResponseCodec:
         async for event in self._events(answers):
             event.sequence_number = number
             number += 1
-            yield NamedEvent(event.type, event.model_dump_json(by_alias=True))
+            yield _named(event)
 
     async def collect(self, answers: IndexedEvents) -> ResponseObject:
         async for _ in self._rendered(answers):
@@ -151,7 +152,8 @@ class ResponseCodec:
 
 
 def failed(response: ResponseObject, error: ServerError) -> ResponseObject:
-    code = error.code if error.code in _TOLD else ServerError.code
+    refused = _REFUSED if isinstance(error, InvalidRequest) else ServerError.code
+    code = error.code if error.code == _TOO_LONG else refused
     told = ResponseError(code=code, message=error.message)
     return response.model_copy(update={"status": "failed", "error": told})
 
@@ -167,9 +169,21 @@ def _usage(usage: common.Usage) -> Usage:
     )
 
 
-def _error_event(error: ServerError) -> dict[str, object]:
-    told = ErrorEvent(code=error.code, message=error.message, param=error.param, sequence_number=0)
-    return told.model_dump()
+class ResponseWire(Wire):
+    """What goes wrong before there is anything of a response ends it too: agents take an `error` event for a broken
+    connection, and send the same request again.
+
+    Args:
+        begin: makes the response as it is before anything of its answer is there.
+    """
+
+    def __init__(self, begin: Callable[[], ResponseObject]) -> None:
+        super().__init__(openai_error)
+        self._begin = begin
+
+    def error(self, error: ServerError) -> NamedEvent:
+        return _named(ResponseEvent(type="response.failed", response=failed(self._begin(), error), sequence_number=0))
 
 
-WIRE: Final = Wire(_error_event, error_event="error")
+def _named(event: StreamEvent) -> NamedEvent:
+    return NamedEvent(event.type, event.model_dump_json(by_alias=True))

@@ -16,7 +16,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 
 from common.errors import InvalidRequest, NotFound, PreviousResponseNotFound
-from endpoints.Responses.types.items import InputItem
+from endpoints.Responses.types.items import CallOutputItem, InputItem, MessageItem
 from endpoints.Responses.types.response import ResponseObject
 from endpoints.Responses.utils.output import item_id
 
@@ -58,18 +58,19 @@ class StoredResponse:
 
     def items(self) -> list[dict[str, Any]]:
         """What the model was told, instructions left out, the oldest first."""
-        return [item for turn in self._turns() for item in turn.own_items(with_output=turn is not self)]
+        return [item for turn in self.turns() for item in turn.own_items(with_output=turn is not self)]
 
     def conversation(self) -> list[InputItem]:
         """The same with the answer."""
-        given = [item for turn in self._turns() for item in turn.own_items(with_output=True)]
+        given = [item for turn in self.turns() for item in turn.own_items(with_output=True)]
         return [_ITEM.validate_python(item) for item in given]
 
     def own_items(self, *, with_output: bool) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = json.loads(self.input)
         return [*items, *json.loads(self.text)["output"]] if with_output else items
 
-    def _turns(self) -> Iterator[StoredResponse]:
+    def turns(self) -> Iterator[StoredResponse]:
+        """Those that it has gone on from, the first one first, and itself."""
         turns = []
         turn: StoredResponse | None = self
         while turn is not None:
@@ -99,14 +100,14 @@ class ResponseStore:
     def put(
         self, owner: str, response: ResponseObject, items: Sequence[InputItem], previous: StoredResponse | None
     ) -> StoredResponse | None:
-        """Keep a response; None where it is larger than everything together may be.
+        """Keep a response; None where it is larger, with all that it goes on from, than everything together may be.
 
         Args:
             items: of its request.
             previous: which it went on from.
         """
         stored = StoredResponse(response.id, owner, _dumped(response), _listable(items, response.id), previous)
-        if stored.size > self._limit:
+        if sum(turn.size for turn in stored.turns()) > self._limit:
             return None
         self._listed[stored.id] = stored
         self._hold(stored)
@@ -147,15 +148,32 @@ class ResponseStore:
             )
         return stored
 
-    def item(self, id: str, owner: str) -> InputItem:
-        """An item of a stored response, or of its input. Raises `NotFound`."""
-        # Their ids hold that of the response, see `item_id()`.
-        _, _, rest = id.partition("_")
-        stored = self._find(f"resp_{rest.rpartition('_')[0]}", owner)
-        for item in stored.own_items(with_output=True) if stored is not None else ():
-            if item["id"] == id:
-                return _ITEM.validate_python(item)
-        raise NotFound(f"Item with id {id!r} not found.{self._why()}", param="input")
+    def items(self, owner: str, ids: Sequence[str]) -> dict[str, InputItem]:
+        """Items of stored responses, or of their inputs, by id.
+
+        Raises:
+            NotFound: there is no such item.
+            InvalidRequest: one is named twice, as OpenAI's API does not allow either: a small request could stand for
+                a conversation of any length.
+        """
+        by_response: dict[str, set[str]] = {}
+        for id in ids:
+            # Their ids hold that of the response, see `item_id()`.
+            _, _, rest = id.partition("_")
+            wanted = by_response.setdefault(f"resp_{rest.rpartition('_')[0]}", set())
+            if id in wanted:
+                raise InvalidRequest(f"input refers to the item {id!r} more than once.", param="input")
+            wanted.add(id)
+        found: dict[str, InputItem] = {}
+        for response_id, wanted in by_response.items():
+            stored = self._find(response_id, owner)
+            for item in stored.own_items(with_output=True) if stored is not None else ():
+                if item["id"] in wanted:
+                    found.setdefault(item["id"], _ITEM.validate_python(item))
+        for id in ids:
+            if id not in found:
+                raise NotFound(f"Item with id {id!r} not found.{self._why()}", param="input")
+        return found
 
     async def delete(self, stored: StoredResponse) -> None:
         """Forget a response; what works on it ends."""
@@ -223,17 +241,20 @@ def _listable(items: Sequence[InputItem], response_id: str) -> bytes:
         values = item.model_dump(exclude_none=True)
         values.setdefault("id", item_id(_ID_KINDS.get(item.type, "item"), response_id, f"i{index}"))
         values.setdefault("status", "completed")
-        for part in [*_parts(values.get("content")), *_parts(values.get("output"))]:
-            if values.get("role") == "assistant" and part["type"] != "refusal":
-                part.update(type="output_text", annotations=[])
-            elif part["type"] == "input_image":
-                part.setdefault("detail", "auto")
+        if isinstance(item, MessageItem):
+            _complete(values["content"], said_by_model=item.role == "assistant")
+        elif isinstance(item, CallOutputItem):
+            _complete(values["output"])
         listed.append(values)
     return json.dumps(listed, ensure_ascii=False).encode()
 
 
-def _parts(value: object) -> list[dict[str, Any]]:
-    return value if isinstance(value, list) else []
+def _complete(parts: list[dict[str, Any]], *, said_by_model: bool = False) -> None:
+    for part in parts:
+        if said_by_model and part["type"] != "refusal":
+            part.update(type="output_text", annotations=[])
+        elif part["type"] == "input_image":
+            part.setdefault("detail", "auto")
 
 
 _ID_KINDS: Final = {

@@ -13,7 +13,7 @@ import pytest
 
 from backends.embeddings.computing import Embedder, Judge
 from backends.embeddings.messages import Embed, EmbedOptions, Input, Rank
-from common.errors import ContextLengthExceeded, InvalidRequest, Unsupported
+from common.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, Unsupported
 from tests.scripted_embedder import MAX_SEQ_LEN, ScriptedEmbedder, ScriptedReranker, vector
 
 RAW = EmbedOptions(normalize=False, truncate=False)
@@ -78,6 +78,15 @@ async def test_who_fails_fails_alone() -> None:
         assert await asked.embed("b") == [vector("b")]
     assert good == [vector("a")]
     assert isinstance(bad, ValueError)
+
+
+async def test_what_is_no_number_is_no_answer() -> None:
+    asked = Asked(tokens=10)
+    async with running(asked.embedder):
+        good, bad = await asyncio.gather(asked.embed("a"), asked.embed("NAN", request_id="2"), return_exceptions=True)
+    assert good == [vector("a")]
+    assert isinstance(bad, EngineFailed)
+    assert "not finite" in bad.message
 
 
 async def test_a_request_that_is_cancelled_is_not_computed_to_its_end() -> None:

@@ -134,7 +134,7 @@ async def test_on_disk_an_image_of_an_earlier_process_is_not_taken_for_one_of_it
     tiny_vision: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = MemoryConfig(sysmem_kv_cache=16, disk_cache_dir=str(tmp_path), disk_cache_checkpoint_interval=0)
-    every_page = {"recurrent_checkpoint_interval": 256, "recurrent_checkpoint_interval_pp": 256}
+    every_page: dict[str, Any] = {"recurrent_checkpoint_interval": 256, "recurrent_checkpoint_interval_pp": 256}
     turn = FILLER * 3 + "THIS. " + FILLER * 40
     async with loaded(tiny_vision, memory=memory, vision=True, chunk_size=256, **every_page) as container:
         assert container.generator is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,6 @@ PLAYS = [
     Play(when="STOP", chunks=["one ", "two"], stop_sequence="###"),
     Play(when="STALL", chunks=["a ", "b "], hang_after=2),
     Play(when="PREFILL", prefill=[(index, 100) for index in range(100)], delay=0.1),
-    Play(when="BUSY", busy=0.5),
     Play(when="FAIL", chunks=["half", "way"], fail_after=1),
     Play(when="LINES", chunks=["a\u2028b"]),
 ]
@@ -366,15 +366,36 @@ def test_an_abort_during_the_prefill(kobold: RunningServer, background: ThreadPo
     eventually(kobold.idle)
 
 
-def test_an_abort_before_the_engine_has_taken_the_prompt(kobold: RunningServer, background: ThreadPoolExecutor) -> None:
-    busy = background.submit(generate, kobold, prompt="BUSY")
-    eventually(lambda: kobold.requests_in_engine == 1)
-    answer = background.submit(generate, kobold, prompt="COUNT", genkey="waits")
-    eventually(lambda: kobold.requests_in_engine == 2)
-    kobold.http.post("/api/extra/abort", json={"genkey": "waits"})
-    [result] = answer.result(30)
-    assert (result["text"], result["finish_reason"]) == ("", "abort")
-    busy.result(30)
+@pytest.mark.parametrize(
+    ("path", "patience"),
+    [("/api/v1/generate", 1.0), ("/api/extra/generate/stream", 1.0), ("/api/extra/generate/stream", 0.0)],
+)
+def test_an_abort_while_the_model_is_loaded(
+    kobold: RunningServer,
+    background: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    patience: float,
+) -> None:
+    """Also of a stream whose headers are there already, as they are when patience has run out."""
+
+    async def loading(*arguments: object, **options: object) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(kobold.state, "serving", loading)
+    monkeypatch.setattr("endpoints.answering.ACCEPT_SECONDS", patience)
+    body = {"prompt": "COUNT", "genkey": f"waits{path}{patience}"}
+    answer = background.submit(kobold.http.post, path, json=body)
+    eventually(lambda: check(kobold.http, genkey=body["genkey"]) == [""])
+    kobold.other.post("/api/extra/abort", json={"genkey": body["genkey"]})
+    kobold.http.post("/api/extra/abort", json={"genkey": body["genkey"]})
+    text = answer.result(30).text
+    if path.endswith("stream"):
+        text = text.replace(": ping\n\n", "")
+        assert text == 'event: message\ndata: {"token":"","finish_reason":"abort"}\n\n'
+    else:
+        [result] = json.loads(text)["results"]
+        assert (result["text"], result["finish_reason"]) == ("", "abort")
 
 
 def test_the_next_generation_of_a_key(kobold: RunningServer) -> None:

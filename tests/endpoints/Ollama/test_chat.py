@@ -24,6 +24,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 PLAYS = [
     Play(when="COUNT", chunks=["one ", "two ", "three"]),
     Play(when="WEATHER", chunks=["Let me see.", CALL, CALL.replace("Paris", "Rome")]),
+    Play(when="HALF", chunks=[CALL.replace("Paris", "\\ud83d")]),
     Play(when="BROKEN", chunks=['<tool_call>\n{"name": "get_wea']),
     Play(when="THINK", chunks=["<think>hm, ", "so</think>", "Yes."]),
     Play(when="FAIL", chunks=["half", "way"], fail_after=1),
@@ -144,6 +145,14 @@ def test_calls_are_numbered_and_have_ids(server: RunningServer) -> None:
     calls = server.http.post("/api/chat", json=body).json()["message"]["tool_calls"]
     assert [call["function"]["index"] for call in calls] == [0, 1]
     assert len({call["id"] for call in calls}) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_character_in_a_call(server: RunningServer, stream: bool) -> None:
+    """JSON can express it, UTF-8 cannot."""
+    body = {"model": "alpha", "messages": said("HALF"), "tools": [WEATHER_TOOL], "stream": stream}
+    [called, *_] = map(json.loads, server.http.post("/api/chat", json=body).text.splitlines())
+    assert called["message"]["tool_calls"][0]["function"]["arguments"] == {"city": "?"}
 
 
 def test_a_broken_call_is_text(client: ollama.Client) -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.samples import TEMPLATES
-from tests.serving import ServerProcess, served
+from tests.serving import ServerProcess
 
 INSTRUCTIONS = "You look after a garden by the river, and answer briefly. " * 30
 WATER = {
@@ -25,17 +21,6 @@ WATER = {
         "additionalProperties": False,
     },
 }
-
-
-@pytest.fixture(scope="module")
-def thinking_server(tiny_hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The hybrid with a template that knows thoughts and calls."""
-    folder = tmp_path_factory.mktemp("thinking")
-    model = folder / "models" / "thinking"
-    shutil.copytree(tiny_hybrid, model)
-    shutil.copy(TEMPLATES / "qwen3_5.jinja", model / "tabby_template.jinja")
-    with served(folder, model=model) as server:
-        yield server
 
 
 def answer(server: ServerProcess, **body: object) -> dict[str, Any]:
@@ -91,6 +76,7 @@ def test_a_shape_that_the_engine_enforces(real_server: ServerProcess) -> None:
     assert json.loads(message["content"][0]["text"])["n"] in (1, 2)
 
 
+@pytest.mark.slow
 def test_the_pattern_of_a_tool_that_takes_a_text(real_server: ServerProcess) -> None:
     form = {"type": "grammar", "syntax": "regex", "definition": "(red|blue) \\d"}
     tool = {"type": "custom", "name": "paint", "format": form}

@@ -7,16 +7,16 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from openai.types.responses import ResponseErrorEvent, ResponseFunctionToolCall, ResponseReasoningItem
+from openai.types.responses import ResponseFunctionToolCall, ResponseReasoningItem
 from pydantic import BaseModel
 
-from common.errors import ModelNotLoaded
 from endpoints.Responses.router import LEFT_OUT_HEADER
-from endpoints.Responses.utils.codec import WIRE
 from endpoints.Responses.utils.thoughts import unsealed
 from tests.endpoints.Responses.asking import LS, ask, events, refused, streamed
 from tests.endpoints.Responses.conftest import BROKEN, PATCH
 from tests.endpoints.running import RunningServer
+
+UNUSABLE = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "no-such"}}}
 
 
 def same(item: dict[str, Any]) -> dict[str, Any]:
@@ -309,12 +309,19 @@ def test_a_failure_within_a_stream(server: RunningServer) -> None:
         assert [event.type for event in stream][-1] == "response.failed"
 
 
-def test_a_failure_before_there_is_a_response() -> None:
-    frame = WIRE.frame(WIRE.error(ModelNotLoaded("There is none.", param="model"))).decode()
-    name, data = frame.strip().split("\r\n")
-    assert name == "event: error"
-    event = ResponseErrorEvent.model_validate_json(data.removeprefix("data: "))
-    assert (event.code, event.message, event.param) == ("model_not_loaded", "There is none.", "model")
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [({"given": "x" * 5000}, "context_length_exceeded"), ({"given": "x", "text": UNUSABLE}, "invalid_prompt")],
+)
+def test_a_failure_before_there_is_a_response(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], code: str
+) -> None:
+    """Codex takes an `error` event for a broken connection, and tries the same five times more."""
+    monkeypatch.setattr("endpoints.answering.ACCEPT_SECONDS", 0.0)
+    [event] = streamed(server, **fields)
+    assert event["type"] == "response.failed"
+    assert event["response"]["error"]["code"] == code
+    assert event["response"]["status"] == "failed"
 
 
 # --- refused ------------------------------------------------------------------------------------------------------

@@ -98,8 +98,10 @@ def test_a_response_that_is_too_large_drops_no_other() -> None:
     store = ResponseStore(1)
     small = put(store)
     assert store.put(OWNER, response("x" * MEGABYTE), [], None) is None
+    large = put(store, size=600_000)
+    assert store.put(OWNER, response("x" * 600_000), [], large) is None  # with what it goes on from
     assert store.get(small.id, OWNER) is small
-    assert store.bytes == small.size
+    assert store.bytes == small.size + large.size
 
 
 def test_a_response_that_grows() -> None:

@@ -163,6 +163,28 @@ def test_references_to_items(server: RunningServer) -> None:
     assert prompts(server)[-1] == by_reference
 
 
+def test_an_item_is_referred_to_once(server: RunningServer) -> None:
+    """Else a small request could stand for a conversation of any length."""
+    reference = {"type": "item_reference", "id": ask(server, "COUNT")["output"][0]["id"]}
+    error = refused(server, input=[reference, {"role": "user", "content": "x"}, reference])
+    assert (error["param"], "more than once" in error["message"]) == ("input", True)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "a", "outcome": {"type": "exit"}}]},
+        {"type": "local_shell_call_output", "id": "c", "output": [1, None]},
+        {"type": "mcp_call", "output": ["x"], "content": [2]},
+    ],
+)
+def test_items_whose_lists_are_no_content(server: RunningServer, item: dict[str, Any]) -> None:
+    id = ask(server, [item, {"role": "user", "content": "COUNT"}])["id"]
+    listed = server.http.get(f"/v1/responses/{id}/input_items?order=asc").json()["data"]
+    assert {name: listed[0][name] for name in item} == item
+    ask(server, "COUNT", previous_response_id=id)
+
+
 # --- in the background --------------------------------------------------------------------------------------------
 
 
