@@ -145,6 +145,20 @@ class PackageCache:
         name = requirement.rpartition("@")[0].strip("@").replace("/", "-")
         return self._once(f"npm-{name}", [requirement], make) / "package"
 
+    def npm_programs(self, *requirements: str) -> Path:
+        """Install packages of the npm registry, "name@version", with all they depend on. Returns the folder of their
+        programs."""
+        npm = shutil.which("npm")
+        if npm is None:
+            raise SuiteError("npm is not installed")
+
+        def make(folder: Path) -> None:
+            _run([npm, "init", "--yes"], folder=folder)
+            _run([npm, "install", "--no-audit", "--no-fund", *requirements], folder=folder)
+
+        name = requirements[0].rpartition("@")[0].strip("@").replace("/", "-")
+        return self._once(f"npm-{name}", list(requirements), make) / "node_modules" / ".bin"
+
     def _once(self, name: str, inputs: object, make: Callable[[Path], None]) -> Path:
         """The folder that `make` fills, made anew when the inputs change or when it was not finished."""
         key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:12]

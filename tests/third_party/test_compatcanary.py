@@ -1,4 +1,4 @@
-"""CompatCanary's live probes of the chat profile."""
+"""CompatCanary's live probes of the modern profile, which has those of the chat profile and of the Responses API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGE = "compatcanary@0.2.2"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_chat_profile(packages: PackageCache, smollm2: Path, tmp_path: Path) -> None:
+def test_modern_profile(packages: PackageCache, smollm2: Path, tmp_path: Path) -> None:
     folder = packages.npm(PACKAGE)
     with served(tmp_path, model=smollm2) as server:
         # The probes set no limit, and on a CPU the model's own end may be far. A call has to find room all the same.
@@ -30,7 +30,7 @@ def scan(folder: Path, base_url: str, api_key: str, model: str, report: Path) ->
     node = shutil.which("node")
     if node is None:
         raise SuiteError("node is not installed")
-    arguments = ["--base-url", f"{base_url}/v1", "--model", model, "--profile", "chat", "--timeout", "120"]
+    arguments = ["--base-url", f"{base_url}/v1", "--model", model, "--profile", "modern", "--timeout", "120"]
     run = run_command(
         [node, folder / "src" / "cli.js", "scan", *arguments, "--format", "json", "--output", report],
         variables={"OPENAI_API_KEY": api_key},

@@ -1,13 +1,16 @@
-"""The tests of llama.cpp's server about completions, tokens, templates, keys and tools."""
+"""The tests of llama.cpp's server about completions, tokens, templates, keys, tools, embeddings, Responses, and
+Anthropic's API."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.endpoints.running import running_server
+from tests.minilm import MINILM
 from tests.scripted import ScriptedEngine
 from tests.scripted_worker import Play, Script
 from tests.serving import ServerProcess, served
@@ -16,14 +19,23 @@ from tests.third_party.suites import AllowList, PackageCache, Results, call, run
 PACKAGE = "llama-cpp-python==0.3.36"
 TESTS = Path("vendor", "llama.cpp", "tools", "server", "tests")
 ALLOWED = Path(__file__).with_name("llama_cpp.toml")
+TEMPLATE = Path(__file__).parents[1] / "common" / "chat_templates" / "qwen3.jinja"  # as they set it for thoughts
 KEY = "sk-this-is-the-secret-key"  # TEST_API_KEY in test_security.py
 # As their preset tinyllama2 has it: 512 tokens in two slots.
 PRESET = ("--max-seq-len", "256", "--cache-size", "512", "--max-batch-size", "2")
 MEDIA_FILES = "unit/test_security.py::test_local_media_file"  # sends no key
 WITHOUT_KEY = (
-    *(f"unit/test_{name}.py" for name in ("chat_completion", "completion", "tokenize", "template")),
+    *(
+        f"unit/test_{name}.py"
+        for name in ("chat_completion", "compat_oai_responses", "completion", "tokenize", "template")
+    ),
     MEDIA_FILES,
 )
+MESSAGES = ("unit/test_compat_anthropic.py",)
+MESSAGES_PRESET = ("--max-seq-len", "8192", "--cache-size", "8192")
+EMBEDDINGS = ("unit/test_embedding.py", "unit/test_rerank.py")
+# Their model answers to every name; they ask for OpenAI's.
+EMBEDDINGS_PRESET = ("--use-dummy-models", "true", "--dummy-model-names", "text-embedding-3-small")
 WITH_KEY = ("unit/test_security.py", "--deselect", MEDIA_FILES)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -57,6 +69,14 @@ def test_suite(run: RunSuite, tiny_llama: Path, tmp_path: Path) -> None:
         results = with_defaults(server, WITHOUT_KEY)
     with served(tmp_path, *PRESET, model=tiny_llama, api_key=KEY) as server:
         results |= with_defaults(server, WITH_KEY)
+    thinking = Path(shutil.copytree(tiny_llama, tmp_path / "models" / "tiny-llama"))
+    shutil.copy(TEMPLATE, thinking / "chat_template.jinja")
+    with served(tmp_path, *MESSAGES_PRESET, "--disable-auth", "true", model=thinking) as server:
+        results |= with_defaults(server, MESSAGES)
+    arguments = ("--disable-auth", "true", "--embedding-model-dir", str(MINILM.parent), *EMBEDDINGS_PRESET)
+    with served(tmp_path, *arguments) as server, server.client(server.admin_key) as admin:
+        admin.post("/v1/model/embedding/load", json={"embedding_model_name": MINILM.name}).raise_for_status()
+        results |= run(server.base_url, ("-m", "not slow", *EMBEDDINGS))
     AllowList.read(ALLOWED).judge(results)
 
 

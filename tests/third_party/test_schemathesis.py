@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hub import HubStandIn
+from tests.minilm import MINILM
 from tests.serving import ServerProcess, served
 from tests.third_party.suites import PackageCache, run_command, set_defaults
 
@@ -24,18 +26,33 @@ CHECKS = (
     "unsupported_method",
     "allow_header_conformance",
 )
-GENERATION = r"/v1/.*completions$|/completion$|/infill$"
-# After an unload there is no model, and 503 is the right answer to all that follows; a download needs the network.
-LEFT_OUT = r"/model/unload$|/download"
+GENERATION = (
+    r"/v1/.*completions$|/messages$|/responses$|/completion$|/infill$"
+    r"|^/api/(v1/|extra/)?generate(/stream)?$|^/api/chat$"
+)
+# After an unload there is no model, and 503 is the right answer to all that follows; the events of models have no end;
+# /api/latest is /api/v1 once more.
+LEFT_OUT = r"/model/(embedding/)?unload$|/model/events$|^/api/latest/"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
-def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """With a model that has a BOS token, and so takes the empty prompts that are sent most."""
-    with served(tmp_path_factory.mktemp("server"), "--max-seq-len", "256", model=tiny_llama) as server:
-        yield server
+def server(
+    tiny_llama: Path, running_hub: HubStandIn, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """With a model that has a BOS token, and so takes the empty prompts that are sent most; an embedding model; and a
+    hub that has nothing."""
+    folder = tmp_path_factory.mktemp("server")
+    options = ("--max-seq-len", "256", "--embedding-model-dir", str(MINILM.parent))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_ENDPOINT", running_hub.url)
+        patch.setenv("HF_HOME", str(folder / "huggingface"))
+        with served(folder, *options, model=tiny_llama) as server:
+            with server.client(server.admin_key) as admin:
+                body = {"embedding_model_name": MINILM.name}
+                admin.post("/v1/model/embedding/load", json=body).raise_for_status()
+            yield server
 
 
 # The systematic one asks that every null, and every false for a number, be refused; we take them.

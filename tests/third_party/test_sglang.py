@@ -1,4 +1,4 @@
-"""SGLang's kits about tools, thoughts and JSON.
+"""SGLang's kits about tools, thoughts, JSON, and Anthropic's API.
 
 Calls that a request forces come from the demo model. What a larger model decides on itself, and thoughts, which the
 demo model has not, are played by a scripted engine.
@@ -23,7 +23,7 @@ PACKAGE = "sglang==0.5.23"
 ALLOWED = Path(__file__).with_name("sglang.toml")
 SUITE = Path(__file__).parent / "sglang"
 TEMPLATE = Path(__file__).parents[1] / "common" / "chat_templates" / "qwen3.jinja"
-REQUIREMENTS = ("openai>=3.57,<4", "pytest>=9.2,<10", "pytest-timeout>=2.4,<3", "requests")
+REQUIREMENTS = ("anthropic>=2.14,<3", "openai>=3.57,<4", "pytest>=9.2,<10", "pytest-timeout>=2.4,<3", "requests")
 MEMBERS = ("sglang/test/kits/", "sglang/test/tool_call_test_runner.py")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

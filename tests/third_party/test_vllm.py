@@ -23,6 +23,7 @@ REQUIREMENTS = (
     "setuptools-scm",
     "wheel",
     # to run its tests
+    "anthropic>=2.14,<3",
     "jsonschema",
     "openai>=3.57,<4",
     "pybase64",

@@ -1,4 +1,4 @@
-"""vLLM's tests of tools and thoughts over HTTP.
+"""vLLM's tests of tools and thoughts over HTTP, and of Anthropic's API.
 
 They ask models of up to 24 billion parameters, each of which writes calls in its own way. Here a scripted engine writes
 for each model what that one would, in pieces as long as tokens, and the server has to make the same of it.
@@ -18,12 +18,13 @@ from common.generation import TextDelta
 from tests.endpoints.running import running_server
 from tests.models import write_tokenizer
 from tests.scripted import ScriptedEngine
-from tests.scripted_worker import Play, Script
+from tests.scripted_worker import ModelScript, Play, Script
 from tests.third_party.suites import AllowList, PackageCache, call, run_pytest
 from tests.third_party.test_vllm import PYTEST_OPTIONS, STANDINS, unpack
 
 ALLOWED = Path(__file__).with_name("vllm_tools.toml")
 FILES = (
+    "entrypoints/anthropic/test_messages.py",
     "entrypoints/openai/chat_completion/test_completion_with_function_calling.py",
     "entrypoints/openai/chat_completion/test_include_reasoning.py",
     "entrypoints/openai/chat_completion/test_thinking_token_budget.py",
@@ -35,6 +36,7 @@ FILES = (
 WEATHER = "get_current_weather"
 DALLAS = {"city": "Dallas", "state": "TX", "unit": "fahrenheit"}
 ORLANDO = {"city": "Orlando", "state": "FL", "unit": "fahrenheit"}
+EMAIL = {"name": "John Smith", "email": "john@example.com", "plan_interest": "Enterprise", "demo_requested": True}
 THOUGHT = "<think>\nThat is not hard.\n</think>\n\n"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -133,6 +135,9 @@ def scripted_servers(folder: Path) -> Iterator[dict[str, str]]:
                 "Dallas, Texas": write(DALLAS),
                 "joke": "Why did the fox cross the road? It was quick.",
                 "4 or 12": "12",
+                "how are you": "I am fine.",
+                "New York": write({"location": "New York"}),
+                "Extract the key information": json.dumps(EMAIL),
             }
             thoughtful = {
                 "1+1": "2",
@@ -142,7 +147,8 @@ def scripted_servers(folder: Path) -> Iterator[dict[str, str]]:
             }
             plays = [Play(when=when, deltas=tokens(text)) for when, text in said.items()]
             plays += [Play(when=when, chunks=[THOUGHT + text]) for when, text in thoughtful.items()]
-            engine.write(Script(plays=plays))
+            plays.append(Play(when="Cache coverage", then=[Play(cached_tokens=256)]))
+            engine.write(Script(plays=plays, models={"model": ModelScript(max_seq_len=16384)}))
             server = stack.enter_context(running_server(engine, auth=False).running())
             server.load("model", tool_format=tool_format, reasoning_mode="on")
             addresses[model] = server.base_url

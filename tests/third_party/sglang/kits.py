@@ -49,6 +49,7 @@ def hosted(kit: str, mixin: str, server: str) -> type[unittest.TestCase]:
     return type(mixin, (getattr(import_module(f"sglang.test.kits.{kit}"), mixin), Host), {"base_url": server})
 
 
+AnthropicMessages = hosted("anthropic_messages_kit", "AnthropicMessagesMixin", REAL)
 JSONMode = hosted("json_mode_kit", "JSONModeMixin", REAL)
 JSONConstrained = hosted("json_constrained_kit", "JSONConstrainedMixin", REAL)
 ReasoningTokenUsage = hosted("reasoning_kit", "ReasoningTokenUsageMixin", SCRIPTED)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -50,6 +51,9 @@ class RemoteOpenAIServer:
 
     def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(**self._options(options))
+
+    def get_async_client_anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(**self._options(options) | {"base_url": self.url_root})
 
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:
         return {"base_url": self.url_for("v1"), "api_key": self.DUMMY_API_KEY, "max_retries": 0} | options
