@@ -83,7 +83,7 @@ def test_no_secret_is_told(process: tuple[ServerProcess, Path], tmp_path: Path) 
 
         for keys, body in itertools.product(KEYS, BODIES.values()):
             ask("POST", "/v1/chat/completions", keys, body)
-        for row in (row for row in route_table(app) if not row.alias):
+        for row in (row for row in route_table(app) if not row.alias and not row.path.endswith("/events")):  # no end
             for keys, body in zip(KEYS, itertools.cycle(BODIES.values()), strict=False):
                 ask(row.method, row.path, keys, body)
         told.append(client.get(f"/nothing?api_key={MARK}", headers=HEADERS).text)

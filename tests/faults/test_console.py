@@ -43,7 +43,10 @@ def started(folder: Path, command: str) -> Iterator[tuple[subprocess.Popen[bytes
 
 
 def serves(address: str) -> bool:
-    return all(httpx.get(f"{address}/{path}").status_code == status for path, status in [("health", 200), ("", 404)])
+    return all(
+        httpx.get(f"{address}/{path}").status_code == status
+        for path, status in [("health", 200), ("no-such-route", 404)]
+    )
 
 
 @pytest.mark.parametrize("closed", ["2>&-", pytest.param("<&- >&- 2>&-", marks=pytest.mark.slow)])

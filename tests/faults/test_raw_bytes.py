@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import h11
 import pytest
@@ -69,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 @pytest.mark.parametrize("seed", [1])
 def test_every_route_withstands(seed: int, server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
-    fuzz(server, caplog, seed, rounds=4)
+    fuzz(server, caplog, seed, rounds=3)
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
@@ -108,7 +108,8 @@ def fuzz(server: RunningServer, caplog: pytest.LogCaptureFixture, seed: int, rou
     """Send so many cases to each route."""
     print(f"seed {seed}")  # pytest shows it with a failure
     app = create_app(server.settings, server.engine.manager(), None)
-    routes = route_table(app)
+    # All but a stream that does not end, and what asks a hub on the internet.
+    routes = [row for row in route_table(app) if not row.path.endswith(("/events", "/download"))]
     cases = CaseMaker(app.openapi(), (API_KEY, ADMIN_KEY), Random(seed))
     with errors_logged(caplog) as errors:
         for number in range(rounds * len(routes)):
@@ -229,6 +230,10 @@ def wrong_with(response: Response, method: str, folder: Path) -> str | None:
     if response.status < 400:
         return None
     error = body.get("error", {})
+    if (
+        isinstance(error, str) or body.get("type") == "error"
+    ):  # the envelopes of Ollama and Anthropic, who give no codes
+        return None if response.status < 500 or response.status == 503 else "is a server error"
     if not {"message", "type", "param", "code"} <= error.keys() or not error["message"]:
         return "is no envelope"
     if response.status >= 500 and error["code"] not in HONEST:
@@ -242,10 +247,16 @@ def wrong_with_stream(body: bytes) -> str | None:
     payloads = [json.loads(event) for event in events[: len(events) - terminated]]
     if not payloads:
         return "holds nothing"
-    failed = [payload["error"]["code"] for payload in payloads if "error" in payload]
+    failed = [payload["error"].get("code") for payload in payloads if payload.get("error")]
     if failed and failed[0] in ("server_error", "engine_failed"):
         return f"fails with {failed}"
-    # llama.cpp's own streams have no terminator but a last event that says so.
-    if not terminated and not failed and not payloads[-1].get("stop"):
+    if not terminated and not failed and not says_the_end(payloads[-1]):
         return "does not end"
     return None
+
+
+def says_the_end(event: dict[str, Any]) -> bool:
+    """Whether it is the last one of an API whose streams have no terminator: llama.cpp's, Kobold's, Anthropic's, or that
+    of Responses."""
+    last_types = ("message_stop", "response.completed", "response.incomplete", "response.failed")
+    return bool(event.get("stop") or event.get("finish_reason")) or event.get("type") in last_types

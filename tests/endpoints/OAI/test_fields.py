@@ -13,6 +13,7 @@ from endpoints.answering import IGNORED_HEADER
 from endpoints.OAI.types.chat import ChatCompletionRequest, ReasoningOptions, ThinkingOptions
 from endpoints.OAI.types.common import GenerationFields, ResponseFormat, StreamOptions, StructuredOutputs
 from endpoints.OAI.types.completion import CompletionRequest
+from endpoints.OAI.types.embedding import EmbeddingRequest, RerankRequest
 from endpoints.OAI.types.message import ChatMessage, ContentPart, CustomCall, FunctionCall, ImageUrl, ToolCall
 from endpoints.OAI.types.tools import (
     AllowedTools,
@@ -33,11 +34,13 @@ OBJECTS: dict[type[RequestModel], dict[str, Any]] = {
     ChatMessage: {"content": "hi"},
     ContentPart: {"type": "text", "text": "hi"},
     CustomCall: {"name": "f"},
+    EmbeddingRequest: {"input": "hi"},
     FunctionCall: {"name": "f"},
     FunctionSpec: {"name": "f"},
     ImageUrl: {"url": "data:,"},
     NamedTool: {"function": {"name": "f"}},
     ReasoningOptions: {},
+    RerankRequest: {"query": "hi", "documents": ["hi"]},
     ResponseFormat: {},
     StreamOptions: {},
     StructuredOutputs: {},
