@@ -230,9 +230,8 @@ def wrong_with(response: Response, method: str, folder: Path) -> str | None:
     if response.status < 400:
         return None
     error = body.get("error", {})
-    if (
-        isinstance(error, str) or body.get("type") == "error"
-    ):  # the envelopes of Ollama and Anthropic, who give no codes
+    # The envelopes of Ollama and Anthropic have no codes.
+    if isinstance(error, str) or body.get("type") == "error":
         return None if response.status < 500 or response.status == 503 else "is a server error"
     if not {"message", "type", "param", "code"} <= error.keys() or not error["message"]:
         return "is no envelope"
@@ -256,7 +255,6 @@ def wrong_with_stream(body: bytes) -> str | None:
 
 
 def says_the_end(event: dict[str, Any]) -> bool:
-    """Whether it is the last one of an API whose streams have no terminator: llama.cpp's, Kobold's, Anthropic's, or that
-    of Responses."""
+    """Whether it is the last one of an API whose streams have no terminator."""
     last_types = ("message_stop", "response.completed", "response.incomplete", "response.failed")
     return bool(event.get("stop") or event.get("finish_reason")) or event.get("type") in last_types

@@ -55,8 +55,8 @@ class Names(types.ModuleType):
     __path__ = []
     def __getattr__(self, name):
         return type(name, (), {})
-for name in ("ext generator generator.pagetable generator.sampler modules modules.linear tokenizer tokenizer.mm_embedding "
-             "util util.memory").split():
+names = "ext generator generator.pagetable generator.sampler modules modules.linear tokenizer tokenizer.mm_embedding"
+for name in (names + " util util.memory").split():
     sys.modules["exllamav3." + name] = Names("exllamav3." + name)
 sys.modules["exllamav3"] = Names("exllamav3")
 import backends.exllamav3.engine as engine
