@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,11 +15,12 @@ from loguru import logger
 from backends.client import WORKER_COMMAND, EngineClient
 from backends.messages import LoadProgress
 from backends.model_events import ModelEvent, ModelEvents, ModelState
+from backends.process_client import told_of_load
 from backends.residents import FOREVER, MB, Lease, Resident, Room
 from common.caching import PlanBasis
 from common.config_models import LoadSettings, ModelSelection
 from common.errors import ErrorRecord, ModelLoadFailed, ModelNotFound, ModelNotLoaded, RequestCancelled, ServerError
-from common.model_folder import model_folder
+from common.model_folder import list_models, model_folder
 from common.names import path_within
 
 ManagerState: TypeAlias = Literal["empty", "loading", "ready", "sleeping", "failed"]
@@ -204,16 +204,7 @@ class ModelManager:
 
     def list_models(self) -> list[str]:
         """Names of the folders in `model_dir` that hold a config.json, sorted without regard to case."""
-        try:
-            entries = os.listdir(self.model_dir)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            logger.warning("model.model_dir {} cannot be read: {}", self.model_dir, error.strerror)
-            return []
-        # Unlike Path.is_file() not raising for a folder that is not ours to read.
-        names = (name for name in entries if os.path.isfile(self.model_dir / name / "config.json"))
-        return sorted(names, key=lambda name: (name.casefold(), name))
+        return list_models(self.model_dir)
 
     def resolve(self, name: str, param: str = "model_name") -> Path:
         """Folder of the model `name`, which may be an alias; see `model_folder` for what it raises."""
@@ -351,7 +342,7 @@ class ModelManager:
         except ServerError as error:
             self._refuse(error, (waiter.directory, directory))
         except Exception as error:
-            self._refuse(_as_load_failure(directory.name if directory else "the model", error), (waiter.directory,))
+            self._refuse(told_of_load(directory.name if directory else "the model", error), (waiter.directory,))
 
     async def _to_load_for(self, waiter: _Waiter) -> tuple[Path, LoadSettings]:
         if waiter.wanted is None:
@@ -492,7 +483,7 @@ class ModelManager:
             await self._bring_up(new, report)
         except Exception as error:
             await self._end(new)
-            failure = _as_load_failure(directory.name, error)
+            failure = told_of_load(directory.name, error)
             self.load_error = failure.message
             self._failures[directory] = _Failure(
                 failure.to_record(), asyncio.get_running_loop().time(), costly=bool(displaced)
@@ -570,7 +561,7 @@ class ModelManager:
             await self._bring_up(again, _ignore)
         except Exception as error:
             await self._end(again)
-            failure = _as_load_failure(old.name, error)
+            failure = told_of_load(old.name, error)
             return f"The previous model {old.name} could not be loaded again: {failure.message}"
         finally:
             self._tell(old.directory)
@@ -614,12 +605,3 @@ class ModelManager:
 
 def _shutting_down() -> RequestCancelled:
     return RequestCancelled("The server is shutting down. Send the request again once it is back.")
-
-
-def _as_load_failure(name: str, error: Exception) -> ServerError:
-    """What a client is told of a load that has failed, which is logged here."""
-    if isinstance(error, ServerError):
-        logger.error("Loading {} failed: {}", name, error.message)
-        return error
-    logger.opt(exception=error).error("Loading {} failed for a reason that the server does not know", name)
-    return ModelLoadFailed(f"Loading {name} failed: {type(error).__name__}. The server's log says more.")

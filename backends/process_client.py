@@ -289,3 +289,12 @@ class ProcessClient(Generic[Said]):
                 break
             await asyncio.wait({follower}, timeout=left)
         await follower
+
+
+def told_of_load(name: str, error: Exception) -> ServerError:
+    """What a client is told of a load that has failed, which is logged here."""
+    if isinstance(error, ServerError):
+        logger.error("Loading {} failed: {}", name, error.message)
+        return error
+    logger.opt(exception=error).error("Loading {} failed for a reason that the server does not know", name)
+    return ModelLoadFailed(f"Loading {name} failed: {type(error).__name__}. The server's log says more.")

@@ -15,17 +15,15 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
-import msgspec
 from loguru import logger
 
 from backends import messages
 from backends.messages import FromEngine, LoadProgress, ModelInfo, ToEngine
-from backends.worker_process import WorkerProcess, is_out_of_memory, open_pipes, summary
+from backends.worker_process import WorkerProcess, is_out_of_memory, load_failure, open_pipes, request_failure
 from common.caching import CacheChange, CacheExplanation, CacheState, PlanBasis
 from common.config_models import LoadSettings
-from common.errors import EngineFailed, EngineOutOfMemory, ErrorRecord, ModelLoadFailed, ServerError
+from common.errors import EngineOutOfMemory, ErrorRecord, ServerError
 from common.generation import Event, Finish, GenerationRequest, ImageInput, TextSpan
-from common.hidden_paths import hide_paths
 
 MODEL_TOO_LARGE = (
     "there is not enough memory to load it. Lower cache_size or max_seq_len, take a smaller cache_mode such as Q8 or "
@@ -151,16 +149,13 @@ class Worker(WorkerProcess[ToEngine]):
     def __init__(self, create: CreateContainer, incoming: FileIO, outgoing: BinaryIO) -> None:
         super().__init__(incoming, outgoing)
         self._create = create
-        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         self._open()
         try:
             container = await self._bring_up()
         except ServerError as error:
-            self._send(
-                messages.LoadFailed(error=msgspec.structs.replace(error.to_record(), message=hide_paths(error.message)))
-            )
+            self._tell_load_failed(error)
             return
         if container is not None:
             await self._serve(container)
@@ -182,10 +177,7 @@ class Worker(WorkerProcess[ToEngine]):
         except ServerError:
             raise
         except Exception as error:
-            # Whatever the engine raises over a model is the user's to know: which file, which memory, which shape.
-            logger.opt(exception=error).error("Loading {} failed", directory.name)
-            reason = MODEL_TOO_LARGE if is_out_of_memory(error) else f"{summary(error)}. {MODEL_IS_STRANGE}"
-            raise ModelLoadFailed(f"{directory.name}: {reason}") from error
+            raise load_failure(directory.name, error, too_large=MODEL_TOO_LARGE, strange=MODEL_IS_STRANGE) from error
         self._send(messages.Loaded(info=container.info(), plan=container.plan_basis(), memory=container.memory_bytes()))
         return container
 
@@ -268,11 +260,6 @@ class Worker(WorkerProcess[ToEngine]):
         else:
             self._send(self._answer(container, call))
 
-    def _run(self, message_id: str, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks[message_id] = task
-        task.add_done_callback(lambda done: self._tasks.pop(message_id, None))
-
     def _cancel(self, request_id: str) -> None:
         task = self._tasks.get(request_id)
         if task is None:  # it has ended
@@ -345,12 +332,7 @@ class Worker(WorkerProcess[ToEngine]):
 
 
 def _record(error: Exception) -> ErrorRecord:
-    if isinstance(error, ServerError):
-        return error.to_record()
-    logger.opt(exception=error).error("A request failed in the engine")
-    if is_out_of_memory(error):
-        return EngineOutOfMemory(REQUEST_TOO_LARGE).to_record()
-    return EngineFailed(f"The engine failed on this request: {summary(error)}").to_record()
+    return request_failure(error, too_large=REQUEST_TOO_LARGE)
 
 
 async def _end(job: Job) -> None:

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from io import FileIO
@@ -23,6 +23,7 @@ import msgspec
 from loguru import logger
 
 from backends import messages
+from common.errors import EngineFailed, EngineOutOfMemory, ErrorRecord, ModelLoadFailed, ServerError
 from common.hidden_paths import hide_paths
 from common.logger import ToLoguru
 
@@ -46,6 +47,7 @@ class WorkerProcess(Generic[Asked]):
         self._inbox: asyncio.Queue[Asked] = asyncio.Queue()  # of a process that does not serve yet
         self._receive: Callable[[Asked], None] = self._inbox.put_nowait
         self._stopped = asyncio.Event()
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by id of the message
         self._flushing: asyncio.Handle | None = None  # of what is written and not flushed
 
     def _open(self) -> None:
@@ -68,6 +70,16 @@ class WorkerProcess(Generic[Asked]):
         self._receive = handle
         while not self._inbox.empty():
             self._receive(self._inbox.get_nowait())
+
+    def _run(self, message_id: str, work: Coroutine[Any, Any, None]) -> None:
+        """Have something done for a message, which can be cancelled by the id until it ends."""
+        task = asyncio.create_task(work)
+        self._tasks[message_id] = task
+        task.add_done_callback(lambda done: self._tasks.pop(message_id, None))
+
+    def _tell_load_failed(self, error: ServerError) -> None:
+        record = msgspec.structs.replace(error.to_record(), message=hide_paths(error.message))
+        self._send(messages.LoadFailed(error=record))
 
     def _tell(self, loop: asyncio.AbstractEventLoop, entry: Message) -> None:
         """Send a line of the log, in the loop's thread: the engine has others, which log too."""
@@ -147,6 +159,34 @@ def is_out_of_memory(error: Exception) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
+
+
+def load_failure(name: str, error: Exception, *, too_large: str, strange: str) -> ModelLoadFailed:
+    """What the server is told of a load over which a library has failed, which is logged here.
+
+    Whatever it raises over a model is the user's to know: which file, which memory, which shape.
+
+    Args:
+        too_large: what helps where memory ran out.
+        strange: what it may be otherwise.
+    """
+    logger.opt(exception=error).error("Loading {} failed", name)
+    reason = too_large if is_out_of_memory(error) else f"{summary(error)}. {strange}"
+    return ModelLoadFailed(f"{name}: {reason}")
+
+
+def request_failure(error: Exception, *, too_large: str) -> ErrorRecord:
+    """What the server is told of a request that has failed.
+
+    Args:
+        too_large: what helps where memory ran out.
+    """
+    if isinstance(error, ServerError):
+        return error.to_record()
+    logger.opt(exception=error).error("A request failed in the engine")
+    if is_out_of_memory(error):
+        return EngineOutOfMemory(too_large).to_record()
+    return EngineFailed(f"The engine failed on this request: {summary(error)}").to_record()
 
 
 def summary(error: Exception) -> str:

@@ -11,7 +11,7 @@ and the command line do; so may lists and mappings, in YAML's flow style or, lis
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 from urllib.parse import urlsplit
@@ -490,6 +490,10 @@ class ModelParameters(Section):
         """`reasoning_mode`, with what `reasoning` says where that is auto."""
         return "on" if self.reasoning and self.reasoning_mode == "auto" else self.reasoning_mode
 
+    def template_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Those in force where a request gives some."""
+        return {**self.template_vars_default, **given, **self.forced_template_variables()}
+
     def forced_template_variables(self) -> dict[str, Any]:
         """`template_vars_force`, with what the deprecated `force_enable_thinking` adds to it."""
         deprecated = {"enable_thinking": True} if self.force_enable_thinking else {}
@@ -537,6 +541,10 @@ class ModelSelection(Section):
     use_as_default: ListOf[str] = []
     """Names of model and draft_model settings whose values also hold for models loaded by request, such as
     ["cache_mode", "recurrent_checkpoint_interval_pp"]. All others apply to the model loaded at start."""
+
+    def is_dummy(self, name: str) -> bool:
+        """Whether a request that gives this name leaves the model to the server."""
+        return self.use_dummy_models and name in self.dummy_model_names
 
 
 class ModelConfig(ModelParameters, ModelSelection):

@@ -24,12 +24,10 @@ def model_folder(parent: Path, name: str, param: str = "model_name") -> Path:
         InvalidRequest: the name is empty or leads out of `parent`. A folder that is linked into it is inside.
         ModelNotFound: there is no such folder, or it holds no config.json.
     """
-    folder = path_within(parent.absolute(), name)
-    if folder is None:
-        raise InvalidRequest(f"{param} {name!r} must name a folder inside the model directory.", param=param)
-    if not os.path.isfile(folder / "config.json"):  # unlike Path.is_file() also false for a name that is too long
+    folder = _folder_within(parent, name, param, "the model directory")
+    if not _holds(folder, (MODEL_CONFIG,)):
         raise ModelNotFound(
-            f"There is no model {name!r}: the model directory has no such folder with a config.json.", param=param
+            f"There is no model {name!r}: the model directory has no such folder with a {MODEL_CONFIG}.", param=param
         )
     return folder
 
@@ -41,14 +39,35 @@ def adapter_folder(parent: Path, name: str, param: str = "name") -> Path:
         InvalidRequest: the name is empty or leads out of `parent`.
         NotFound: there is no such folder, or it holds no adapter_config.json.
     """
-    folder = path_within(parent.absolute(), name)
-    if folder is None:
-        raise InvalidRequest(f"{param} {name!r} must name a folder inside lora.lora_dir.", param=param)
-    if not os.path.isfile(folder / ADAPTER_CONFIG):
+    folder = _folder_within(parent, name, param, "lora.lora_dir")
+    if not _holds(folder, (ADAPTER_CONFIG,)):
         raise NotFound(
             f"There is no adapter {name!r}: lora.lora_dir has no such folder with an {ADAPTER_CONFIG}.", param=param
         )
     return folder
+
+
+def embedding_folder(parent: Path, name: str, param: str) -> Path:
+    """Absolute path of the embedding model or reranker `name`, as of a model.
+
+    Raises:
+        InvalidRequest: the name is empty or leads out of `parent`.
+        ModelNotFound: there is no such folder, or it holds no model.
+    """
+    folder = _folder_within(parent, name, param, "embeddings.embedding_model_dir")
+    if not _holds(folder, EMBEDDING_MODEL_FILES):
+        raise ModelNotFound(
+            f"There is no embedding model {name!r}: embeddings.embedding_model_dir has no such folder with a "
+            f"{' or '.join(EMBEDDING_MODEL_FILES)}.",
+            param=param,
+        )
+    return folder
+
+
+def list_models(parent: Path) -> list[str]:
+    """Names of the models in `model.model_dir`, sorted without regard to case; none where there is no such folder."""
+    names = _folders_with((MODEL_CONFIG,), parent, "model.model_dir")
+    return sorted(names, key=lambda name: (name.casefold(), name))
 
 
 def list_draft_models(parent: Path) -> list[str]:
@@ -61,36 +80,25 @@ def list_adapters(parent: Path) -> list[str]:
     return _folders_with((ADAPTER_CONFIG,), parent, "lora.lora_dir")
 
 
-def created(folder: Path, file: str) -> int:
-    """When the file in a folder was written last, in Unix seconds; 0 where it has gone."""
+def list_embedding_folders(parent: Path) -> list[str]:
+    """Names of what may be embedding models in `embeddings.embedding_model_dir`, as of draft models."""
+    return _folders_with(EMBEDDING_MODEL_FILES, parent, "embeddings.embedding_model_dir")
+
+
+def created(path: Path) -> int:
+    """When a file or folder was written last, in Unix seconds; 0 where it has gone, as a model in memory may outlive
+    its folder."""
     try:
-        return int((folder / file).stat().st_mtime)
+        return int(path.stat().st_mtime)
     except OSError:
         return 0
 
 
-def embedding_folder(parent: Path, name: str, param: str) -> Path:
-    """Absolute path of the embedding model or reranker `name`, as of a model.
-
-    Raises:
-        InvalidRequest: the name is empty or leads out of `parent`.
-        ModelNotFound: there is no such folder, or it holds no model.
-    """
+def _folder_within(parent: Path, name: str, param: str, place: str) -> Path:
     folder = path_within(parent.absolute(), name)
     if folder is None:
-        raise InvalidRequest(f"{param} {name!r} must name a folder inside embeddings.embedding_model_dir.", param=param)
-    if not _holds(folder, EMBEDDING_MODEL_FILES):
-        raise ModelNotFound(
-            f"There is no embedding model {name!r}: embeddings.embedding_model_dir has no such folder with a "
-            f"{' or '.join(EMBEDDING_MODEL_FILES)}.",
-            param=param,
-        )
+        raise InvalidRequest(f"{param} {name!r} must name a folder inside {place}.", param=param)
     return folder
-
-
-def list_embedding_folders(parent: Path) -> list[str]:
-    """Names of what may be embedding models in `embeddings.embedding_model_dir`, as of draft models."""
-    return _folders_with(EMBEDDING_MODEL_FILES, parent, "embeddings.embedding_model_dir")
 
 
 def _holds(folder: Path, files: Sequence[str]) -> bool:

@@ -138,14 +138,11 @@ class _Opening(Generic[T]):
         self._task = asyncio.create_task(self._open(serving, ask))
         place_of(request).hand_over(self._fail)
 
-    async def opened(self, patience: float | None = None) -> bool:
-        """Wait until the engine has accepted all prompts.
+    async def opened(self, patience: float | None = None) -> None:
+        """Wait until the engine has accepted all prompts, or the patience is at its end.
 
         Args:
             patience: seconds to wait at most; None for as long as it takes.
-
-        Returns:
-            False when the patience ran out first.
 
         Raises:
             ServerError: the request cannot be served.
@@ -155,7 +152,6 @@ class _Opening(Generic[T]):
             raise self._failure
         if done:
             self._task.result()
-        return bool(done)
 
     async def payloads(self) -> AsyncIterator[Payload]:
         await self.opened()

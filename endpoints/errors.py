@@ -124,13 +124,13 @@ def validated(model: type[M], values: Mapping[str, Any]) -> M:
     """An object that is made of a request's fields, where it is none of them that FastAPI has checked.
 
     Raises:
-        RequestValidationError: the model refuses them.
+        InvalidRequest: the model refuses them.
     """
     try:
         return model.model_validate(values)
     except ValidationError as error:
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
-        raise RequestValidationError(problems, body=values) from error
+        raise _from_validation(RequestValidationError(problems, body=values)) from error
 
 
 def _from_http(error: HTTPException) -> ServerError:

@@ -104,7 +104,7 @@ class ServerState:
     def _wanted(self, name: str | None) -> Wanted | None:
         """What a request names; None: it is left to the server."""
         selection = self.settings.model
-        if not name or (selection.use_dummy_models and name in selection.dummy_model_names):
+        if not name or selection.is_dummy(name):
             return None
         name = untagged(name)  # clients that know models from Ollama's API may speak OpenAI's
         if (known := self.manager.known(name)) is not None:

@@ -14,8 +14,7 @@ from collections.abc import (
     Sequence,
 )
 from functools import partial
-from types import TracebackType
-from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from loguru import logger
 from sse_starlette import EventSourceResponse
@@ -86,24 +85,16 @@ class Answers:
         place.hand_over(self.fail)
         metrics.requests.labels(endpoint).inc()
 
-    async def accepted(self, patience: float | None = None) -> bool:
+    async def accepted(self) -> None:
         """Wait until the engine has accepted all prompts.
-
-        Args:
-            patience: seconds to wait at most; None for as long as it takes.
-
-        Returns:
-            False when the patience ran out first.
 
         Raises:
             ServerError: the engine refused a prompt, or there is no engine any more.
         """
-        done, _ = await asyncio.wait({self._opening}, timeout=patience)
+        await asyncio.wait({self._opening})
         if self._failure is not None:
             raise self._failure
-        if done:
-            self._opening.result()
-        return bool(done)
+        self._opening.result()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event | Queued]]:
         await self.accepted()
@@ -134,14 +125,6 @@ class Answers:
         await asyncio.gather(self._opening, return_exceptions=True)
         for generation in self._generations:
             await generation.cancel()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def _open(self) -> None:
         try:

@@ -13,8 +13,9 @@ from loguru import logger
 
 from backends.embeddings.client import WORKER_COMMAND, Begin, EmbeddingClient, do_nothing
 from backends.embeddings.messages import Device, EmbedOptions, Input, Kind
+from backends.process_client import told_of_load
 from common.config_models import EmbeddingsConfig
-from common.errors import InvalidRequest, ModelLoadFailed, ModelNotFound, ModelNotLoaded, RequestCancelled, ServerError
+from common.errors import InvalidRequest, ModelNotFound, ModelNotLoaded, RequestCancelled, ServerError
 from common.model_folder import embedding_folder, list_embedding_folders
 
 
@@ -274,7 +275,7 @@ class EmbeddingManager:
             except BaseException as error:
                 await self._end(client)
                 if isinstance(error, Exception):
-                    raise _as_load_failure(name, error) from error
+                    raise told_of_load(name, error) from error
                 raise
             self._loaded[name] = client
             if old is not None:
@@ -299,15 +300,6 @@ class EmbeddingManager:
     async def _end(self, client: EmbeddingClient) -> None:
         await client.close()
         self._clients.discard(client)
-
-
-def _as_load_failure(name: str, error: Exception) -> ServerError:
-    """What a client is told of a load that has failed, which is logged here."""
-    if isinstance(error, ServerError):
-        logger.error("Loading the embedding model {} failed: {}", name, error.message)
-        return error
-    logger.opt(exception=error).error("Loading the embedding model {} failed for an unknown reason", name)
-    return ModelLoadFailed(f"Loading {name} failed: {type(error).__name__}. The server's log says more.")
 
 
 def floats_of(vector: bytes) -> list[float]:

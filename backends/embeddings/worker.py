@@ -21,10 +21,9 @@ from backends.embeddings import messages
 from backends.embeddings.computing import Embedder, EmbeddingContainer, Judge, RerankContainer
 from backends.embeddings.messages import Device, LoadModel, ToEmbedder
 from backends.embeddings.model_files import find_kind
-from backends.messages import Cancel, Cancelled, Failed, LoadFailed, Shutdown
-from backends.worker_process import WorkerProcess, is_out_of_memory, open_pipes, summary
-from common.errors import EngineFailed, EngineOutOfMemory, ErrorRecord, ModelLoadFailed, ServerError, Unsupported
-from common.hidden_paths import hide_paths
+from backends.messages import Cancel, Cancelled, Failed, Shutdown
+from backends.worker_process import WorkerProcess, is_out_of_memory, load_failure, open_pipes, request_failure
+from common.errors import ServerError, Unsupported
 
 Container: TypeAlias = EmbeddingContainer | RerankContainer
 OpenModel: TypeAlias = Callable[[Path, Device], Container]
@@ -51,7 +50,6 @@ class EmbeddingWorker(WorkerProcess[ToEmbedder]):
     def __init__(self, open_model: OpenModel, incoming: FileIO, outgoing: BinaryIO) -> None:
         super().__init__(incoming, outgoing)
         self._open_model = open_model
-        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._model: Embedder | Judge
 
     async def run(self) -> None:
@@ -62,8 +60,7 @@ class EmbeddingWorker(WorkerProcess[ToEmbedder]):
         try:
             container = self._load(Path(message.directory), message.device)
         except ServerError as error:
-            record = msgspec.structs.replace(error.to_record(), message=hide_paths(error.message))
-            self._send(LoadFailed(error=record))
+            self._tell_load_failed(error)
             return
         tokens = message.batch_tokens or (GPU_TOKENS if container.info.device == "cuda" else CPU_TOKENS)
         if isinstance(container, RerankContainer):
@@ -85,17 +82,14 @@ class EmbeddingWorker(WorkerProcess[ToEmbedder]):
         except Exception as error:
             if "trust_remote_code" in str(error):
                 raise Unsupported(f"{name} needs code that comes with the model, which is never run.") from error
-            # Whatever the library raises over a model is the user's to know.
-            logger.opt(exception=error).error("Loading {} failed", name)
-            reason = MODEL_TOO_LARGE if is_out_of_memory(error) else f"{summary(error)}. {MODEL_IS_STRANGE}"
-            raise ModelLoadFailed(f"{name}: {reason}") from error
+            raise load_failure(name, error, too_large=MODEL_TOO_LARGE, strange=MODEL_IS_STRANGE) from error
 
     def _handle(self, message: ToEmbedder) -> None:
         match message:
             case messages.Embed():
-                self._run(message.id, self._model.embed(message))
+                self._run(message.id, self._answer(message.id, self._model.embed(message)))
             case messages.Rank():
-                self._run(message.id, self._model.rank(message))
+                self._run(message.id, self._answer(message.id, self._model.rank(message)))
             case Cancel(id=request_id):
                 if (task := self._tasks.get(request_id)) is not None:
                     # Not before the task has begun, which would never look at its work.
@@ -106,16 +100,11 @@ class EmbeddingWorker(WorkerProcess[ToEmbedder]):
             case LoadModel():
                 logger.error("The engine process got LoadModel while it serves")
 
-    def _run(self, request_id: str, work: Coroutine[Any, Any, msgspec.Struct]) -> None:
-        task = asyncio.create_task(self._answer(request_id, work))
-        self._tasks[request_id] = task
-        task.add_done_callback(lambda done: self._tasks.pop(request_id, None))
-
     async def _answer(self, request_id: str, work: Coroutine[Any, Any, msgspec.Struct]) -> None:
         try:
             self._send(await work)
         except Exception as error:
-            self._send(Failed(id=request_id, error=_record(error)))
+            self._send(Failed(id=request_id, error=request_failure(error, too_large=REQUEST_TOO_LARGE)))
             if _is_broken(error):
                 logger.critical("The GPU failed; the process ends and is started again")
                 # What else has failed with it is reported in this turn of the loop.
@@ -123,15 +112,6 @@ class EmbeddingWorker(WorkerProcess[ToEmbedder]):
 
     def _report(self, request_id: str) -> None:
         self._send(messages.Computing(id=request_id))
-
-
-def _record(error: Exception) -> ErrorRecord:
-    if isinstance(error, ServerError):
-        return error.to_record()
-    logger.opt(exception=error).error("A request failed in the engine")
-    if is_out_of_memory(error):
-        return EngineOutOfMemory(REQUEST_TOO_LARGE).to_record()
-    return EngineFailed(f"The engine failed on this request: {summary(error)}").to_record()
 
 
 def _is_broken(error: Exception) -> bool:

@@ -15,7 +15,7 @@ from endpoints.Anthropic.types.response import MessageResponse, TokenCount
 from endpoints.Anthropic.utils.codec import MessageCodec
 from endpoints.Anthropic.utils.errors import ANTHROPIC, ERROR_RESPONSES, anthropic_error
 from endpoints.Anthropic.utils.requests import as_chat
-from endpoints.OAI.utils.requests import asked_in_chat, begun_chat
+from endpoints.OAI.utils.requests import begun_chat, counted_in_chat
 from endpoints.routing import API, ApiRoute, Handler, QueuedRoute, WatchedRoute
 from endpoints.state import State, loaded_info
 from endpoints.streaming import STREAMED, EventStream
@@ -75,10 +75,7 @@ async def count_tokens(body: CountTokensRequest, request: Request, state: State)
     client = await state.serving(request, body.model)
     asked = await asyncio.to_thread(as_chat, body, client.settings.model)
     with asked.paths.as_sent():
-        _, [prompt] = await asked_in_chat(asked.chat, state, client)
-    assert isinstance(prompt.prompt, str)
-    tokens = await client.encode(prompt.prompt, add_bos=prompt.add_bos, literals=prompt.literals, images=prompt.images)
-    return TokenCount(input_tokens=len(tokens))
+        return TokenCount(input_tokens=await counted_in_chat(asked.chat, state, client))
 
 
 v1.include_router(_generating)

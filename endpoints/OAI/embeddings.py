@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64encode
+from collections.abc import Callable
+from functools import partial
 from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
 
 from backends.embeddings.manager import Embeddings, floats_of
 from common.errors import InvalidRequest
@@ -50,8 +53,7 @@ async def embeddings(body: EmbeddingRequest, request: Request, state: State) -> 
     """Vectors of texts, by a loaded embedding model."""
     begin = place_of(request).begin
     answer = await state.embeddings.embed(_named(body.model, state), body.inputs(), body.options(), begin=begin)
-    content = await asyncio.to_thread(_render, answer, as_text=body.encoding_format == "base64")
-    return Response(content, media_type="application/json")
+    return await rendered(partial(_listed, answer, as_text=body.encoding_format == "base64"))
 
 
 @v1.post("/rerank", openapi_extra=API)
@@ -83,15 +85,19 @@ async def rerank(body: RerankRequest, request: Request, state: State) -> RerankR
 
 def _named(model: str | None, state: ServerState) -> str | None:
     """None where the name is one of those that stand for whichever model answers."""
-    selection = state.settings.model
-    return None if selection.use_dummy_models and model in selection.dummy_model_names else model
+    return None if model is None or state.settings.model.is_dummy(model) else model
 
 
-def _render(answer: Embeddings, *, as_text: bool) -> str:
-    """The body of a response: of two thousand vectors it takes a second, in which others are served."""
+async def rendered(make: Callable[[], BaseModel]) -> Response:
+    """What is made of vectors, as JSON: of two thousand it takes a second, in which others are served."""
+    content = await asyncio.to_thread(lambda: make().model_dump_json())
+    return Response(content, media_type="application/json")
+
+
+def _listed(answer: Embeddings, *, as_text: bool) -> EmbeddingList:
     data = [
         Embedding(index=index, embedding=b64encode(vector).decode() if as_text else floats_of(vector))
         for index, vector in enumerate(answer.vectors)
     ]
     usage = EmbeddingUsage.of(answer.tokens)
-    return EmbeddingList(data=data, model=answer.model, usage=usage).model_dump_json()
+    return EmbeddingList(data=data, model=answer.model, usage=usage)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
 from starlette.responses import PlainTextResponse
 
 from backends.client import EngineClient
@@ -20,7 +19,7 @@ from common.names import tagged, untagged
 from endpoints.admission import place_of
 from endpoints.answering import Ask, Asked, respond
 from endpoints.core.models import may_load
-from endpoints.OAI.embeddings import EmbeddingRoute
+from endpoints.OAI.embeddings import EmbeddingRoute, rendered
 from endpoints.OAI.utils.requests import asked_in_completion, begun_chat
 from endpoints.Ollama.types.model import ListedModel, ModelList, ModelShown, RunningModels, Version
 from endpoints.Ollama.types.request import (
@@ -171,7 +170,7 @@ async def embed(body: EmbedRequest, request: Request, state: State) -> Response:
     stopwatch = Stopwatch()
     options = EmbedOptions(dimensions=body.dimensions, truncate=body.truncate)
     answer = await _vectors(body, body.texts, options, request, state) if body.texts else Embeddings("", [], 0)
-    return await _rendered(
+    return await rendered(
         lambda: Embedded(
             model=body.model,
             embeddings=answer.floats(),
@@ -187,7 +186,7 @@ async def embed_prompt(body: EmbeddingsRequest, request: Request, state: State) 
     """The vector of a text, of any length."""
     options = EmbedOptions(normalize=False, truncate=True)
     answer = await _vectors(body, [body.prompt], options, request, state, param="prompt")
-    return await _rendered(lambda: EmbeddedPrompt(embedding=answer.floats()[0]))
+    return await rendered(lambda: EmbeddedPrompt(embedding=answer.floats()[0]))
 
 
 async def _vectors(
@@ -202,12 +201,6 @@ async def _vectors(
     begin = place_of(request).begin
     with _named(body.model):
         return await state.embeddings.embed(untagged(body.model), texts, options, param=param, begin=begin)
-
-
-async def _rendered(make: Callable[[], BaseModel]) -> Response:
-    """Of two thousand vectors it takes a second, in which others are served."""
-    content = await asyncio.to_thread(lambda: make().model_dump_json())
-    return Response(content, media_type="application/json")
 
 
 # --- models -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from backends.client import EngineClient
 from common.errors import InvalidRequest, Unsupported
 from common.limits import ShortText
 from endpoints.answering import Asked, respond
-from endpoints.OAI.utils.requests import asked_in_chat, begun_chat
+from endpoints.OAI.utils.requests import begun_chat, counted_in_chat
 from endpoints.Responses.types.request import ResponsesRequest
 from endpoints.Responses.types.response import DeletedResponse, InputTokens, ItemList, ResponseObject
 from endpoints.Responses.utils.background import begin_run, check_background, current_run
@@ -90,12 +90,7 @@ async def count_input_tokens(body: ResponsesRequest, request: Request, state: St
     asked = await prepared(body, state.responses, request.state.owner)
     client = await state.serving(request, body.model)
     with asked.chat.paths.as_sent():
-        _, (generation, *_) = await asked_in_chat(asked.chat.body, state, client)
-    assert isinstance(generation.prompt, str)
-    tokens = await client.encode(
-        generation.prompt, add_bos=generation.add_bos, literals=generation.literals, images=generation.images
-    )
-    return InputTokens(input_tokens=len(tokens))
+        return InputTokens(input_tokens=await counted_in_chat(asked.chat.body, state, client))
 
 
 # --- stored -------------------------------------------------------------------------------------------------------

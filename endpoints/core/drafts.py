@@ -25,4 +25,4 @@ async def list_drafters(request: Request, state: State) -> ModelList:
         names = [drafter]
     else:
         names = []
-    return ModelList(data=[ModelCard(id=name, created=created(folder / name, MODEL_CONFIG)) for name in names])
+    return ModelList(data=[ModelCard(id=name, created=created(folder / name / MODEL_CONFIG)) for name in names])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from fastapi import APIRouter, Request
 
+from common.model_folder import created
 from endpoints.core.types.embedding import (
     EmbeddingCard,
     EmbeddingLoaded,
@@ -23,17 +22,17 @@ v1 = APIRouter(route_class=CoreRoute)  # below /v1
 async def current_embedding_model(state: State) -> EmbeddingCard:
     """The model that was loaded first."""
     name, client = state.embeddings.require()
-    return EmbeddingCard.of(name, _created(client.directory), client)
+    return EmbeddingCard.of(name, created(client.directory), client)
 
 
 @v1.get("/model/embedding/list", openapi_extra=API)
 async def list_embedding_models(request: Request, state: State) -> EmbeddingModelList:
     """The loaded models first; for an administrator then every other folder that may hold one."""
     manager = state.embeddings
-    cards = [EmbeddingCard.of(name, _created(client.directory), client) for name, client in manager.loaded.items()]
+    cards = [EmbeddingCard.of(name, created(client.directory), client) for name, client in manager.loaded.items()]
     if request.state.permission == "admin":
         others = (name for name in manager.list_models() if name not in manager.loaded)
-        cards += [EmbeddingCard(id=name, created=_created(manager.model_dir / name)) for name in others]
+        cards += [EmbeddingCard(id=name, created=created(manager.model_dir / name)) for name in others]
     return EmbeddingModelList(data=cards)
 
 
@@ -51,10 +50,3 @@ async def load_embedding_model(body: EmbeddingLoadRequest, state: State) -> Embe
 async def unload_embedding_models(state: State, body: EmbeddingUnloadRequest | None = None) -> None:
     """End a loaded embedding model, or all, and the requests that they work on."""
     await state.embeddings.unload(body.embedding_model_name if body is not None else None)
-
-
-def _created(directory: Path) -> int:
-    try:
-        return int(directory.stat().st_mtime)
-    except OSError:  # the folder may have gone since; the model in memory has not
-        return 0

@@ -70,4 +70,4 @@ def _folder(state: ServerState) -> Path:
 
 
 def _card(state: ServerState, name: str, scaling: float | None = None) -> LoraCard:
-    return LoraCard(id=name, created=created(_folder(state) / name, ADAPTER_CONFIG), scaling=scaling)
+    return LoraCard(id=name, created=created(_folder(state) / name / ADAPTER_CONFIG), scaling=scaling)

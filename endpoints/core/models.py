@@ -13,6 +13,7 @@ from backends.messages import LoadProgress
 from backends.model_events import Follower, ModelEvent
 from common.config_models import LoadSettings
 from common.errors import InvalidRequest, ModelNotFound
+from common.model_folder import MODEL_CONFIG, created
 from common.tabby_config import merge_load_settings
 from endpoints.Anthropic.types.response import Model, ModelPage
 from endpoints.Anthropic.utils.models import anthropic_model, anthropic_models, is_anthropic
@@ -62,17 +63,17 @@ async def retrieve_model(model_id: str, request: Request, state: State) -> Model
 async def current_model(state: State, name: str | None = None) -> ModelCard:
     """The model that answers requests which name none, or another loaded one, and how it is set up."""
     client = state.shown_model(name)
-    created = _created(client.directory)
+    created_at = created(client.directory / MODEL_CONFIG)
     parameters = model_parameters(
         client,
         loaded_info(client),
         await state.template_of(client),
         await state.syntax_of(client),
         await state.warnings_of(client),
-        created,
+        created_at,
     )
     status = CardStatus.of(state.manager.status(client.directory))
-    return ModelCard(id=client.name, created=created, status=status, parameters=parameters)
+    return ModelCard(id=client.name, created=created_at, status=status, parameters=parameters)
 
 
 def _visible_cards(request: Request, state: ServerState) -> dict[str, ModelCard]:
@@ -97,7 +98,7 @@ def _visible_cards(request: Request, state: ServerState) -> dict[str, ModelCard]
         # Its folder may lie among those of language models, and then looks like one that is not loaded.
         if (card := cards.get(name)) is None or (card.status is not None and card.status.value == "unloaded"):
             status = CardStatus(value="loaded", reason=client.failure, requests=client.running)
-            cards[name] = ModelCard(id=name, created=_created(client.directory), status=status)
+            cards[name] = ModelCard(id=name, created=created(client.directory / MODEL_CONFIG), status=status)
     return cards
 
 
@@ -120,14 +121,9 @@ def may_load(request: Request, state: ServerState) -> bool:
 
 
 def _card(name: str, manager: ModelManager, directory: Path) -> ModelCard:
-    return ModelCard(id=name, created=_created(directory), status=CardStatus.of(manager.status(directory)))
-
-
-def _created(directory: Path) -> int:
-    try:
-        return int((directory / "config.json").stat().st_mtime)
-    except OSError:  # the folder may have gone since; the model in memory has not
-        return 0
+    return ModelCard(
+        id=name, created=created(directory / MODEL_CONFIG), status=CardStatus.of(manager.status(directory))
+    )
 
 
 # --- loading ------------------------------------------------------------------------------------------------------

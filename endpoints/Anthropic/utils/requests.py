@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from pydantic import ValidationError
-
 from common.config_models import ModelParameters
 from common.errors import InvalidRequest, Unsupported
 from common.limits import MAX_PARTS
@@ -29,6 +27,7 @@ from endpoints.Anthropic.types.request import (
     ToolUseBlock,
 )
 from endpoints.Anthropic.utils.ids import own_id
+from endpoints.errors import validated
 from endpoints.OAI.types.chat import ChatCompletionRequest
 from endpoints.OAI.types.common import ResponseFormat
 from endpoints.OAI.types.message import ChatMessage, ContentPart, FunctionCall, ImageUrl, ToolCall
@@ -86,18 +85,9 @@ def as_chat(body: PromptFields, model: ModelParameters) -> Translated:
     if isinstance(body, MessagesRequest):
         fields |= _answer_fields(body)
         paths.add("stop", "stop_sequences")
-    try:
-        chat = ChatCompletionRequest(**fields)
-    except ValidationError as error:
-        raise _too_much(error, paths) from error
+    with paths.as_sent():
+        chat = validated(ChatCompletionRequest, fields)
     return Translated(chat, paths, thoughts)
-
-
-def _too_much(error: ValidationError, paths: Paths) -> InvalidRequest:
-    """What is right by itself, and too much together."""
-    [problem, *_] = error.errors(include_url=False, include_input=False)
-    path = paths.origin(".".join(map(str, problem["loc"])))
-    return InvalidRequest(f"{path}: {problem['msg'].removeprefix('Value error, ')}.", param=path)
 
 
 def _answer_fields(body: MessagesRequest) -> dict[str, Any]:
@@ -124,7 +114,7 @@ def _thinking(body: PromptFields, model: ModelParameters) -> tuple[bool | None, 
     """
     thinking = body.thinking
     if thinking is None:
-        settings = {**model.template_vars_default, **body.template_vars, **model.forced_template_variables()}
+        settings = model.template_variables(body.template_vars)
         if "enable_thinking" in settings:
             return None, "whole" if settings["enable_thinking"] else "none"
         return False, "none"

@@ -181,7 +181,7 @@ class PromptWriter:
         return _Conversation(
             template=template,
             messages=self._in_form(messages, template, path, images),
-            variables={**self.model.template_vars_default, **variables, **self.model.forced_template_variables()},
+            variables=self.model.template_variables(variables),
             tools=tools,
             functions=functions,
             form=self.syntax.form,

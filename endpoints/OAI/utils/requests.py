@@ -63,3 +63,11 @@ async def begun_chat(
     if turn.prompt.tools.declared:
         await state.warn_tools_unknown(client)
     return turn, generations
+
+
+async def counted_in_chat(body: ChatCompletionRequest, state: ServerState, client: EngineClient) -> int:
+    """Tokens of the prompt of a chat. Raises `InvalidRequest` as `asked_in_chat()` does."""
+    _, (asked, *_) = await asked_in_chat(body, state, client)
+    assert isinstance(asked.prompt, str)
+    tokens = await client.encode(asked.prompt, add_bos=asked.add_bos, literals=asked.literals, images=asked.images)
+    return len(tokens)

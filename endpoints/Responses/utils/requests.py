@@ -6,12 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter, ValidationError
 
 from common.errors import InvalidRequest, Unsupported
 from common.sampling import SamplingFields
-from endpoints.errors import to_server_error
+from endpoints.errors import validated
 from endpoints.OAI.types.chat import ChatCompletionRequest
 from endpoints.paths import Paths
 from endpoints.Responses.types.items import AdditionalToolsItem, InputItem
@@ -86,7 +85,7 @@ class ChatRequest:
             "top_logprobs": request.alternatives,
         }
         with self.paths.as_sent():
-            self.body = _validated(values)
+            self.body = validated(ChatCompletionRequest, values)
 
 
 def _check_supported(request: ResponsesRequest) -> None:
@@ -112,12 +111,3 @@ def _response_format(given: TextFormat) -> dict[str, Any] | None:
     if given.type == "json_schema":
         return {"type": given.type, "json_schema": {"name": given.name, "schema": given.schema_}}
     return None if given.type == "text" else {"type": given.type}
-
-
-def _validated(values: dict[str, Any]) -> ChatCompletionRequest:
-    """Raises `InvalidRequest` for what a chat completion cannot hold."""
-    try:
-        return ChatCompletionRequest.model_validate(values)
-    except ValidationError as error:
-        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
-        raise to_server_error(RequestValidationError(problems, body=values)) from error

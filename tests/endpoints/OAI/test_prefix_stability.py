@@ -153,6 +153,17 @@ class Family(NamedTuple):
     beside: bool = True
     forgets: bool = False
 
+    def thinking(self, text: str) -> str:
+        return self.thought % text if self.thought != "%s" else ""
+
+    def loop_of_tools(self) -> list[str]:
+        """What a model writes in three turns: two calls, then an answer."""
+        return [
+            self.thinking("Where?") + self.call % "/a",
+            self.thinking("And there?") + ("Next.\n" if self.beside else "") + self.call % "/b",
+            self.thinking("Enough.") + self.text + " All seen. \n",
+        ]
+
 
 XML = "<tool_call>\n<function=ls>\n<parameter=path>\n%s\n</parameter>\n</function>\n</tool_call>"
 THINK = "<think>\n%s\n</think>\n\n"
@@ -269,14 +280,7 @@ def rewritten(message: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("send_back", [as_it_came, without_thought, rewritten])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.template)
 def test_a_loop_of_tools(family: Family, send_back: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    def thinking(text: str) -> str:
-        return family.thought % text if family.thought != "%s" else ""
-
-    answers = [
-        thinking("Where?") + family.call % "/a",
-        thinking("And there?") + ("Next.\n" if family.beside else "") + family.call % "/b",
-        thinking("Enough.") + family.text + " All seen. \n",
-    ]
+    answers = family.loop_of_tools()
     agent = Agent(family, send_back)
     for raw, follow in zip(answers, ["x y", "z", "Thanks."], strict=True):
         agent.turn(raw, follow)
@@ -284,7 +288,7 @@ def test_a_loop_of_tools(family: Family, send_back: Callable[[dict[str, Any]], d
     for number, raw in enumerate(answers[:2]):
         assert agent.sent[number + 1].text.startswith(agent.sent[number].text + raw)
     assert all(prompt.literals == [] for prompt in agent.sent)
-    agent.turn(thinking("Bye.") + family.text + "Bye.", "?")
+    agent.turn(family.thinking("Bye.") + family.text + "Bye.", "?")
     if family.forgets:
         assert agent.broken is not None
         assert "leaves earlier thoughts out" in agent.broken.reason

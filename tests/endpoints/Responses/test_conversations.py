@@ -294,20 +294,13 @@ def as_codex_keeps_it(item: Item) -> Item:
 @pytest.mark.parametrize("keeps", [None, as_it_came, as_codex_keeps_it])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.template)
 def test_a_loop_of_tools(family: Family, keeps: Callable[[Item], Item] | None) -> None:
-    def thinking(text: str) -> str:
-        return family.thought % text if family.thought != "%s" else ""
-
-    answers = [
-        thinking("Where?") + family.call % "/a",
-        thinking("And there?") + ("Next.\n" if family.beside else "") + family.call % "/b",
-        thinking("Enough.") + family.text + " All seen. \n",
-    ]
+    answers = family.loop_of_tools()
     agent = Agent(family, keeps)
     for raw, follow in zip(answers, ["x y", "z", "Thanks."], strict=True):
         agent.turn(raw, follow)
         assert agent.broken is None
     for number, raw in enumerate(answers[:2]):
         assert agent.sent[number + 1].text.startswith(agent.sent[number].text + raw)
-    agent.turn(thinking("Bye.") + family.text + "Bye.", "?")
+    agent.turn(family.thinking("Bye.") + family.text + "Bye.", "?")
     if not family.forgets:
         assert agent.sent[3].text.startswith(agent.sent[2].text + answers[2])
