@@ -221,9 +221,9 @@ def test_a_corpus_that_fits_is_left_out_on_the_cpu_alone(
     assert options == {}
     assert len(advice) == 1
     monkeypatch.setattr("backends.exllamav3.options.DEVICE", "cuda")
-    monkeypatch.setattr("backends.exllamav3.options.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert draft_options(settings, None, tiny_llama, tensor_parallel=False) == ({"ngram_corpus": str(corpus)}, [])
-    monkeypatch.setattr("backends.exllamav3.options.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InvalidRequest, match="pip install zstandard"):
         draft_options(settings, None, tiny_llama, tensor_parallel=False)
 

@@ -287,7 +287,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_loading(
         with pytest.raises(InvalidRequest, match="is no folder") as raised:
             ExllamaV3Container.create(tiny_llama, settings.model_copy(update={"memory": on_disk(folder)}))
         assert raised.value.param == "memory.disk_cache_dir"
-    monkeypatch.setattr("backends.exllamav3.tiers.os.access", lambda path, mode: Path(path) != tmp_path)
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(InvalidRequest, match="cannot be written") as raised:
         ExllamaV3Container.create(tiny_llama, settings.model_copy(update={"memory": on_disk(tmp_path / "new")}))
     assert raised.value.param == "memory.disk_cache_dir"
