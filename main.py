@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from loguru import logger
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from backends.exllamav3.checkpoint_target import in_seconds
 from backends.exllamav3.checkpoints import plan_for
@@ -153,6 +151,10 @@ def download(settings: Settings, asked: DownloadRequest) -> int:
 
 async def show_download(settings: Settings, asked: DownloadRequest) -> Path:
     """Download with a progress bar. Raises `ServerError`."""
+    # Imported here: it takes 3 MB, for which a server has no use.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     downloads = Downloads(download_folders(settings))
     running = await downloads.start(asked)

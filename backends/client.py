@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
 from loguru import logger
 
 from backends import messages
@@ -109,10 +110,16 @@ class EngineClient(ProcessClient[FromEngine]):
             None: it has no recurrent layers.
         memory: bytes of device memory that the model takes; estimated by `prepare()`, measured by `load()` where that
             can be done.
+        left_out: adapters of `settings` that the model is up without, each with why: they could not be applied again
+            when its engine was started anew.
         on_idle: called when the last request in flight has ended. It must not raise.
     """
 
     decoder = messages.from_engine_decoder
+    takes_less_memory = (
+        "A model takes less with a smaller cache_size, memory less with smaller memory.sysmem_recurrent_cache and "
+        "memory.sysmem_kv_cache."
+    )
 
     def __init__(
         self,
@@ -121,14 +128,23 @@ class EngineClient(ProcessClient[FromEngine]):
         command: Sequence[str] = WORKER_COMMAND,
         *,
         engine_timeout: float = 0,
+        was_up: bool = False,
     ) -> None:
-        """`directory`, `command`, `engine_timeout`: see `ProcessClient`; `settings`: what to load the model with."""
+        """
+        Args:
+            directory, command, engine_timeout: see `ProcessClient`.
+            settings: what to load the model with.
+            was_up: with these settings before, as it is from the first `load()` on. An adapter that cannot be applied
+                any more does not keep the model from coming back, see `left_out`.
+        """
         super().__init__(directory, command, engine_timeout)
         self.settings = settings
         self.info: ModelInfo | None = None
         self.plan: PlanBasis | None = None
         self.memory = 0
+        self.left_out: dict[str, str] = {}
         self.on_idle: Callable[[], None] = lambda: None
+        self._was_up = was_up
         self._generations: dict[str, Generation] = {}
         self._changing = asyncio.Lock()  # held while the model changes, so that new requests wait
         self._changes: set[asyncio.Task[None]] = set()
@@ -147,11 +163,10 @@ class EngineClient(ProcessClient[FromEngine]):
             ServerError: what is wrong with them, or `ModelLoadFailed` if the process could not be started, died, or was
                 ended as it hung. There is no process then.
         """
+        settings = _with_loras(self.settings, []) if self._was_up else self.settings
         async with self._loading():
             await self._spawn()
-            self._write(
-                messages.Prepare(directory=str(self.directory), settings=self.settings.model_dump_json().encode())
-            )
+            self._write(messages.Prepare(directory=str(self.directory), settings=settings.model_dump_json().encode()))
             answer = await self._load_event()
             if not isinstance(answer, messages.Prepared):
                 raise ModelLoadFailed(f"The engine answered {type(answer).__name__} when asked to prepare {self.name}.")
@@ -172,9 +187,12 @@ class EngineClient(ProcessClient[FromEngine]):
             while not isinstance(event := await self._load_event(), messages.Loaded):
                 if isinstance(event, LoadProgress):
                     yield event
-        self.info = event.info
-        self.plan = event.plan
-        self.memory = event.memory
+            self.info = event.info
+            self.plan = event.plan
+            self.memory = event.memory
+            if self._was_up and self.settings.lora.loras:
+                await self._apply_again()
+        self._was_up = True
         self._is_ready()
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -299,18 +317,53 @@ class EngineClient(ProcessClient[FromEngine]):
             await self._available()
             assert self.info is not None
             loras = choose(self.info.loras)
-            if loras == self.info.loras:
+            if loras == self.info.loras and not self.left_out:
                 return
             if skip_queue:
                 for request_id in list(self._generations):
                     await self._cancel(request_id, "The model's adapters were exchanged during this request.")
-            answer = await self._call(lambda call_id: messages.SetLoras(id=call_id, loras=loras), messages.LorasSet)
-            self.info = answer.info
-            applied = [LoraInstance(name=lora.name, scaling=lora.scaling) for lora in loras]
-            section = self.settings.lora.model_copy(update={"loras": applied})
-            self.settings = self.settings.model_copy(update={"lora": section})
+            await self._apply(loras)
+            self.settings = _with_loras(self.settings, loras)
+            self.left_out = {}
             names = ", ".join(f"{lora.name} ({lora.scaling:g})" for lora in loras)
             logger.info("Adapters of {}: {}", self.name, names or "none")
+
+    async def _apply(self, loras: Sequence[Lora]) -> None:
+        answer = await self._ask_process(
+            lambda call_id: messages.SetLoras(id=call_id, loras=list(loras)), messages.LorasSet
+        )
+        self.info = answer.info
+
+    async def _apply_again(self) -> None:
+        """Apply the adapters of the settings to a model that has just been loaded without any."""
+        self.left_out = {}
+        wanted = [Lora(lora.name, lora.scaling) for lora in self.settings.lora.loras]
+        try:
+            await self._apply(wanted)
+        except ServerError:
+            if self._process is None:  # it has died of one of them, and nobody knows of which
+                raise
+            await self._apply_one_by_one(wanted)
+
+    async def _apply_one_by_one(self, wanted: Sequence[Lora]) -> None:
+        applied: list[Lora] = []
+        for lora in wanted:
+            try:
+                await self._apply([*applied, lora])
+            except ServerError as error:
+                if self._process is None:
+                    raise
+                self.left_out[lora.name] = error.message
+            else:
+                applied.append(lora)
+        warnings = [
+            f"The model has come back without the adapter {name}, which cannot be applied any more: {reason}"
+            for name, reason in self.left_out.items()
+        ]
+        for warning in warnings:
+            logger.error("{}: {}", self.name, warning)
+        assert self.info is not None
+        self.info = msgspec.structs.replace(self.info, warnings=[*self.info.warnings, *warnings])
 
     async def _cancel(self, request_id: str, reason: str = "The request was cancelled.") -> None:
         generation = self._forget(request_id)
@@ -383,3 +436,8 @@ class EngineClient(ProcessClient[FromEngine]):
     @property
     def _shutdown_seconds(self) -> float:
         return FLUSH_SECONDS if self.settings.memory.disk_cache_dir else super()._shutdown_seconds
+
+
+def _with_loras(settings: LoadSettings, loras: Sequence[Lora]) -> LoadSettings:
+    applied = [LoraInstance(name=lora.name, scaling=lora.scaling) for lora in loras]
+    return settings.model_copy(update={"lora": settings.lora.model_copy(update={"loras": applied})})

@@ -61,6 +61,7 @@ class EngineProcess(Generic[Said]):
         protocol: _Protocol,
         decoder: msgspec.msgpack.Decoder[Said],
         receive: Callable[[Said], None],
+        takes_less_memory: str,
     ) -> None:
         """For `start()`."""
         self.heard_at = 0.0
@@ -70,6 +71,7 @@ class EngineProcess(Generic[Said]):
         self._process = Process(transport, protocol, asyncio.get_running_loop())
         self._decoder = decoder
         self._receive = receive
+        self._takes_less_memory = takes_less_memory
         self._printed = PrintedLines(name)
         self._fault: EngineFailed | None = None
         # It outlives the request that has the model loaded, so it must not carry that request's id into the log.
@@ -82,6 +84,7 @@ class EngineProcess(Generic[Said]):
         command: Sequence[str],
         decoder: msgspec.msgpack.Decoder[Said],
         receive: Callable[[Said], None],
+        takes_less_memory: str,
     ) -> EngineProcess[Said]:
         """Start a process.
 
@@ -90,6 +93,7 @@ class EngineProcess(Generic[Said]):
             command: its command line.
             decoder: of the messages that it sends.
             receive: called with each message that comes. What it raises ends the process.
+            takes_less_memory: what a user can do about it, for `failure()`.
 
         Raises:
             ModelLoadFailed: the system does not start it.
@@ -111,7 +115,7 @@ class EngineProcess(Generic[Said]):
                 f"The engine process of {name} cannot be started: {error.strerror}. The system may lack memory, "
                 "processes or open files."
             ) from error
-        return cls(name, transport, protocol, decoder, receive)
+        return cls(name, transport, protocol, decoder, receive, takes_less_memory)
 
     @property
     def pid(self) -> int:
@@ -158,8 +162,7 @@ class EngineProcess(Generic[Said]):
         if code == KILLED:
             return EngineFailed(
                 f"The engine process of {self._name} was killed from outside (code {code}), as systems do when memory "
-                "runs out; the system's log says more. A model takes less with a smaller cache_size, memory less with "
-                "smaller memory.sysmem_recurrent_cache and memory.sysmem_kv_cache."
+                f"runs out; the system's log says more. {self._takes_less_memory}"
             )
         said = f" Its last words: {hide_paths(self._printed.last)}" if self._printed.last else ""
         return EngineFailed(f"The engine process of {self._name} ended with code {code}.{said}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,8 +22,8 @@ from backends.residents import FOREVER, MB, Lease, Resident, Room
 from common.caching import PlanBasis
 from common.config_models import LoadSettings, ModelSelection
 from common.errors import ErrorRecord, ModelLoadFailed, ModelNotFound, ModelNotLoaded, RequestCancelled, ServerError
-from common.model_folder import list_models, model_folder
-from common.names import path_within
+from common.model_folder import MODEL_CONFIG, list_models, model_folder
+from common.names import path_within, tagged
 
 ManagerState: TypeAlias = Literal["empty", "loading", "ready", "sleeping", "failed"]
 # Why a model is not up any more: another one has its room, nobody used it, or it was asked for.
@@ -38,11 +40,13 @@ class Wanted(NamedTuple):
 
     Attributes:
         directory: its folder.
-        settings: reads what it is loaded with, for one that is neither up nor was loaded with `load()` before.
+        settings: reads what it is loaded with, for one that is neither up nor was loaded with `load()` before. None: it
+            is not to be loaded for the request, unless it sleeps; where it is no longer up, that answers which answers
+            those that name none.
     """
 
     directory: Path
-    settings: Callable[[], Awaitable[LoadSettings]]
+    settings: Callable[[], Awaitable[LoadSettings]] | None
 
 
 class ModelStatus(NamedTuple):
@@ -81,6 +85,12 @@ class _Waiter:
         return self.wanted.directory if self.wanted is not None else None
 
 
+class _Load(NamedTuple):
+    directory: Path
+    settings: LoadSettings
+    was_up: bool  # see `EngineClient`
+
+
 class _Failure(NamedTuple):
     error: ErrorRecord
     at: float  # of the loop's clock
@@ -100,7 +110,8 @@ class ModelManager:
 
     One model is loaded at a time. A load goes: check in a new process while all models serve; where there is no room
     beside them, have those that make room take no more requests, and let those in flight finish (or cancel them); end
-    them; load. When the last step fails, they are loaded again.
+    them; load. When the last step fails, they are loaded again. While it waits for requests in flight, a load gives way
+    to a change that waits for none, and begins anew after it.
 
     Requests `acquire()` the model that they need. Those that wait are served in the order in which they came, all that
     wait for the same model at once; a model that is up takes requests while others are waited for, unless it is the one
@@ -150,8 +161,11 @@ class ModelManager:
         self._clients: set[EngineClient] = set()  # all whose processes may live
         self._closed = False
         self._loading: Path | None = None
+        self._succeeds = False  # what is loading will answer requests that name none
+        self._predecessor: Resident | None = None  # which does so until then, or until it makes room
         self._lock = asyncio.Lock()  # one change at a time
-        self._changed = asyncio.Event()  # a model works on no request any more, or a waiter has gone
+        self._hurried = 0  # changes that wait for the lock, but would wait for no request
+        self._changed = asyncio.Event()  # a model works on no request any more, a waiter has gone, or one is hurried
         self._waiters: list[_Waiter] = []
         self._server: asyncio.Task[None] | None = None  # loads what the waiters wait for
         self._tasks: set[asyncio.Task[None]] = set()  # all that change what is up
@@ -163,7 +177,8 @@ class ModelManager:
         """The model that answers requests which name none, or None. During a swap the old one counts until it stops
         taking requests.
 
-        It is the one that was loaded last with `load()`; where that has made room for another, the one used last.
+        It is the one that was loaded last with `load()`; where that has made room for another, the one used last. From
+        when it makes room for its successor until that is loaded, it is none.
         """
         resident = self._answerer()
         return resident.client if resident is not None else None
@@ -208,16 +223,33 @@ class ModelManager:
 
     def resolve(self, name: str, param: str = "model_name") -> Path:
         """Folder of the model `name`, which may be an alias; see `model_folder` for what it raises."""
-        return model_folder(self.model_dir, self.aliases.get(name, name), param)
+        return model_folder(self.model_dir, self._unaliased(name), param)
 
     def known(self, name: str) -> EngineClient | None:
-        """The model that is up or asleep by that name, which may be an alias, or the last part of a path."""
-        name = self.aliases.get(name, name)
+        """The model that is up or asleep by that name, which may be an alias, or the last part of a path where there
+        is no such folder."""
+        name = self._unaliased(name)
         clients = {resident.directory: resident.client for resident in self._residents.values()} | self._asleep
         path = path_within(self.model_dir.absolute(), name)
         if path in clients:
             return clients[path]
-        return next((client for directory, client in clients.items() if directory.name == name), None)
+        found = next((client for directory, client in clients.items() if directory.name == name), None)
+        is_another = found is not None and path is not None and os.path.isfile(path / MODEL_CONFIG)
+        return None if is_another else found
+
+    def _unaliased(self, name: str) -> str:
+        """A name that is no alias. Requests may leave out an alias's tag, if that is latest."""
+        return self.aliases.get(name, self.aliases.get(tagged(name), name))
+
+    def client_of(self, directory: Path) -> EngineClient | None:
+        """That of a model that is up or asleep."""
+        resident = self._residents.get(directory)
+        return resident.client if resident is not None else self._asleep.get(directory)
+
+    def name_of(self, directory: Path) -> str:
+        """A model's name, whether it is up or not: its path in `model_dir`."""
+        parent = self.model_dir.absolute()
+        return directory.relative_to(parent).as_posix() if directory.is_relative_to(parent) else directory.name
 
     def statuses(self) -> list[ModelStatus]:
         """Of all models of which there is more to say than that they are not loaded; first that which answers."""
@@ -249,7 +281,7 @@ class ModelManager:
         Raises:
             ServerError: what is wrong with the model or the settings.
         """
-        client = self._new_client(directory, settings)
+        client = self._new_client(_Load(directory, settings, was_up=False))
         try:
             await client.prepare()
             return client.plan
@@ -273,7 +305,7 @@ class ModelManager:
         if self._closed:
             raise _shutting_down()
         waiter = _Waiter(wanted, keep_alive)
-        if (resident := self._up(waiter.directory)) is not None:
+        if (resident := self._up(wanted)) is not None:
             return resident.lease(keep_alive)
         if wanted is None and not (self._tasks or self._asleep):
             self.require()  # nothing will come
@@ -286,6 +318,11 @@ class ModelManager:
             self._withdraw(waiter)
             raise
 
+    def keep(self, directory: Path, keep_alive: float) -> None:
+        """Say anew how long a model stays up, which nothing else is wanted of; see `Resident.lease()`."""
+        if (resident := self._residents.get(directory)) is not None:
+            resident.lease(keep_alive).release()
+
     def _withdraw(self, waiter: _Waiter) -> None:
         """Nobody reads what a waiter gets."""
         if waiter in self._waiters:
@@ -294,24 +331,33 @@ class ModelManager:
         elif waiter.lease.done() and not waiter.lease.cancelled() and waiter.lease.exception() is None:
             waiter.lease.result().release()
 
-    def _up(self, directory: Path | None) -> Resident | None:
-        """The model, if it takes requests; None: that which answers those that name none."""
-        if directory is None:
+    def _up(self, wanted: Wanted | None) -> Resident | None:
+        """What a request waits for, if it takes requests. A model that has failed is loaded again where it may be."""
+        if wanted is None:
             return self._answerer()
-        resident = self._residents.get(directory)
-        return resident if resident is not None and not resident.closing else None
+        resident = self._residents.get(wanted.directory)
+        if resident is None or resident.closing or (resident.failed and wanted.settings is not None):
+            return None
+        return resident
 
     def _answerer(self) -> Resident | None:
-        if self._chosen in self._asleep:
-            return None
         up = [resident for resident in self._residents.values() if not resident.closing]
+        if self._succeeds:
+            return self._predecessor if self._predecessor in up else None
         chosen = next((resident for resident in up if resident.directory == self._chosen), None)
-        return chosen or max(up, key=lambda resident: resident.used_at, default=None)
+        if chosen is not None:
+            return chosen
+        if self._chosen is not None and (self._chosen == self._loading or self._chosen in self._asleep):
+            return None
+        return max(up, key=lambda resident: resident.used_at, default=None)
 
     def _grant(self) -> None:
         """Hand their leases to those whose model is up."""
         for waiter in list(self._waiters):
-            if not waiter.lease.done() and (resident := self._up(waiter.directory)) is not None:
+            wanted = waiter.wanted
+            if wanted is not None and wanted.settings is None and self.client_of(wanted.directory) is None:
+                waiter.wanted = wanted = None
+            if not waiter.lease.done() and (resident := self._up(wanted)) is not None:
                 self._waiters.remove(waiter)
                 waiter.lease.set_result(resident.lease(waiter.keep_alive))
 
@@ -334,27 +380,28 @@ class ModelManager:
     async def _serve(self, waiter: _Waiter) -> None:
         directory = waiter.directory
         try:
-            directory, settings = await self._to_load_for(waiter)
+            load = await self._to_load_for(waiter)
+            directory = load.directory
             awaited = (waiter.directory, directory)
-            await self._exchange(
-                directory, settings, wanted=lambda: any(other.directory in awaited for other in self._waiters)
-            )
+            await self._exchange(load, wanted=lambda: any(other.directory in awaited for other in self._waiters))
         except ServerError as error:
             self._refuse(error, (waiter.directory, directory))
         except Exception as error:
             self._refuse(told_of_load(directory.name if directory else "the model", error), (waiter.directory,))
 
-    async def _to_load_for(self, waiter: _Waiter) -> tuple[Path, LoadSettings]:
-        if waiter.wanted is None:
-            client = self.sleeping or self.require()
-            return client.directory, client.settings
-        directory = waiter.wanted.directory
+    async def _to_load_for(self, waiter: _Waiter) -> _Load:
+        wanted = waiter.wanted
+        directory = wanted.directory if wanted is not None else (self.sleeping or self.require()).directory
         failure = self._failures.get(directory)
         if failure is not None and failure.costly and asyncio.get_running_loop().time() < failure.at + RETRY_SECONDS:
             raise ServerError.from_record(failure.error)
-        if directory in self._asleep:
-            return directory, self._asleep[directory].settings
-        return directory, self._asked_for.get(directory) or await waiter.wanted.settings()
+        client = self.client_of(directory)  # which has failed, or sleeps
+        settings = client.settings if client is not None else self._asked_for.get(directory)
+        if settings is not None:
+            return _Load(directory, settings, was_up=True)
+        assert wanted is not None
+        assert wanted.settings is not None, "neither up nor asleep, and not to be loaded"
+        return _Load(directory, await wanted.settings(), was_up=False)
 
     # --- changes ------------------------------------------------------------------------------------------------
 
@@ -397,7 +444,7 @@ class ModelManager:
             ModelNotFound: it is neither up nor asleep.
             ModelNotLoaded: no model is named, and none is there.
         """
-        async with self._lock:
+        async with self._changing(hurried=True):
             client = self.sleeping
             if directory is None:
                 directory = (client or self.require()).directory
@@ -439,33 +486,63 @@ class ModelManager:
                 await self._remove(resident, "requested")
 
     async def _load(self, directory: Path, settings: LoadSettings, skip_queue: bool, report: ReportProgress) -> None:
-        async with self._lock:
-            old = self._residents.get(directory)
-            if old is not None and old.client.state == "ready" and old.client.settings == settings:
-                report(LoadProgress(component="model", module=1, modules=1))
-            else:
-                await self._exchange(directory, settings, skip_queue=skip_queue, report=report)
-            self._chosen = directory
-            self._asked_for[directory] = settings
+        ended = False
+        while not ended:
+            async with self._changing(hurried=skip_queue):
+                old = self._residents.get(directory)
+                if old is not None and old.client.state == "ready" and old.client.settings == settings:
+                    report(LoadProgress(component="model", module=1, modules=1))
+                    self._choose(directory, settings)
+                    return
+                load = _Load(directory, settings, was_up=False)
+                ended = await self._exchange(load, succeeds=True, skip_queue=skip_queue, report=report)
+
+    @asynccontextmanager
+    async def _changing(self, *, hurried: bool = False) -> AsyncIterator[None]:
+        """While nobody else changes what is up.
+
+        Args:
+            hurried: it will wait for no request, and so must not wait for a change that does.
+        """
+        self._hurried += hurried
+        self._changed.set()
+        try:
+            await self._lock.acquire()
+        finally:
+            self._hurried -= hurried
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _choose(self, directory: Path, settings: LoadSettings) -> None:
+        self._chosen = directory
+        self._asked_for[directory] = settings
 
     async def _exchange(
         self,
-        directory: Path,
-        settings: LoadSettings,
+        load: _Load,
         *,
+        succeeds: bool = False,
         skip_queue: bool = False,
         report: ReportProgress = _ignore,
         wanted: Callable[[], bool] = lambda: True,
-    ) -> None:
+    ) -> bool:
         """Bring a model up, in place of others where it has no room beside them. Only while holding the lock.
 
         Args:
+            succeeds: it will answer requests that name none.
             wanted: whether anybody still waits for it, asked until others have made room.
+
+        Returns:
+            Whether it is up. Else nobody waits for it any more, or a hurried change comes first.
         """
+        directory = load.directory
         replaced = self._residents.get(directory)
-        new = self._new_client(directory, settings)
+        new = self._new_client(load)
         logger.info("Loading {}", directory.name)
         self._loading = directory
+        self._predecessor, self._succeeds = self._answerer(), succeeds
         self._tell(directory)
         displaced: list[Resident] = []
         try:
@@ -473,14 +550,14 @@ class ModelManager:
             self._room.check(directory.name, new.memory)
             leaving = await self._clear_room(new, replaced, skip_queue, wanted)
             if leaving is None:
-                logger.info("Nobody waits for {} any more; it is not loaded", directory.name)
+                logger.info("{} is not loaded now: nobody waits for it any more, or something comes first", new.name)
                 await self._end(new)
-                return
+                return False
             await new.check_prepared()
-            displaced = leaving
+            displaced = [resident for resident in leaving if not resident.failed]
             for resident in leaving:
                 await self._remove(resident, "displaced")
-            await self._bring_up(new, report)
+            await self._bring_up(new, report, self._idle_timeout)
         except Exception as error:
             await self._end(new)
             failure = told_of_load(directory.name, error)
@@ -491,7 +568,7 @@ class ModelManager:
             self.on_load_ended(False)
             if not displaced:
                 raise failure from error
-            again = " ".join([await self._roll_back(resident.client) for resident in displaced])
+            again = " ".join([await self._roll_back(resident) for resident in displaced])
             raise ModelLoadFailed(f"{failure.message.rstrip('.')}. {again}") from error
         except BaseException:
             await self._end(new)
@@ -499,8 +576,12 @@ class ModelManager:
         else:
             self.load_error = None
             self.on_load_ended(True)
+            if succeeds:
+                self._choose(directory, load.settings)
+            return True
         finally:
             self._loading = None
+            self._predecessor, self._succeeds = None, False
             for resident in self._residents.values():
                 resident.closing = False
             self._tell(directory)
@@ -512,7 +593,7 @@ class ModelManager:
         """The models that make room for another. They take no more requests, and work on none unless `skip_queue`.
 
         While some are still busy, others may come to be idle and make room in their place. None: nobody wants the other
-        any more.
+        any more, or a hurried change comes first.
         """
         others = [resident for resident in self._residents.values() if resident is not replaced]
         while True:
@@ -526,13 +607,21 @@ class ModelManager:
             self._grant()  # to those who wait for what stays after all
             if skip_queue or not any(resident.busy for resident in leaving):
                 return leaving
+            if self._hurried:
+                return None
             await self._changed.wait()
 
-    def _new_client(self, directory: Path, settings: LoadSettings) -> EngineClient:
+    def _new_client(self, load: _Load) -> EngineClient:
         if self._closed:
             raise RequestCancelled("The server is shutting down; it loads no model any more.")
-        client = EngineClient(directory, settings, self._worker_command, engine_timeout=self._engine_timeout)
-        client.on_restart = partial(self._restarted, directory)
+        client = EngineClient(
+            load.directory,
+            load.settings,
+            self._worker_command,
+            engine_timeout=self._engine_timeout,
+            was_up=load.was_up,
+        )
+        client.on_restart = partial(self._restarted, load.directory)
         self._clients.add(client)
         return client
 
@@ -540,25 +629,26 @@ class ModelManager:
         self.on_restart(back)
         self._tell(directory)
 
-    async def _bring_up(self, client: EngineClient, report: ReportProgress) -> None:
+    async def _bring_up(self, client: EngineClient, report: ReportProgress, keep_alive: float) -> None:
         async for record in client.load():
             report(record)
-            self.events.tell(ModelEvent(client.name, "loading", progress=record))
+            self.events.tell(ModelEvent(self.name_of(client.directory), "loading", progress=record))
+        await self.on_loaded(client)
         self._residents[client.directory] = Resident(
-            client, self._idle_timeout, on_free=self._changed.set, on_idle=self._sleep_soon
+            client, keep_alive, on_free=self._changed.set, on_idle=self._sleep_soon
         )
         self._failures.pop(client.directory, None)
         self._asleep.pop(client.directory, None)
         # Those asleep keep their places only until another model needs them.
         while self._asleep and len(self._residents) + len(self._asleep) > self._room.models:
             del self._asleep[next(iter(self._asleep))]
-        await self.on_loaded(client)
 
-    async def _roll_back(self, old: EngineClient) -> str:
-        again = self._new_client(old.directory, old.settings)
+    async def _roll_back(self, resident: Resident) -> str:
+        old = resident.client
+        again = self._new_client(_Load(old.directory, old.settings, was_up=True))
         try:
             await again.prepare()
-            await self._bring_up(again, _ignore)
+            await self._bring_up(again, _ignore, resident.keep_alive)
         except Exception as error:
             await self._end(again)
             failure = told_of_load(old.name, error)
@@ -593,7 +683,7 @@ class ModelManager:
 
     def _tell(self, directory: Path, reason: str | None = None) -> None:
         status = self.status(directory)
-        self.events.tell(ModelEvent(directory.name, status.state, reason=status.reason or reason))
+        self.events.tell(ModelEvent(self.name_of(directory), status.state, reason=status.reason or reason))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         # It outlives the request that asks for it, so it must not carry that request's id into the log.

@@ -44,6 +44,7 @@ class ProcessClient(Generic[Said]):
     """
 
     decoder: ClassVar[msgspec.msgpack.Decoder[Any]]  # of what the process says
+    takes_less_memory: ClassVar[str]  # with which settings, for a user whose system has killed it
 
     def __init__(self, directory: Path, command: Sequence[str], engine_timeout: float) -> None:
         """
@@ -131,9 +132,15 @@ class ProcessClient(Generic[Said]):
     async def _call(self, build: Callable[[str], msgspec.Struct], expected: type[T]) -> T:
         """The one answer to a message, which `build` makes with its id."""
         await self._available()
+        return await self._ask_process(build, expected)
+
+    async def _ask_process(self, build: Callable[[str], msgspec.Struct], expected: type[T]) -> T:
+        """As `_call()`, also of a process that does not serve yet."""
+        process = self._process
+        if process is None:
+            raise EngineFailed(f"The engine process of {self.name} has ended.")
         call_id = str(next(self._ids))
         future: asyncio.Future[Said] = asyncio.get_running_loop().create_future()
-        process = self._process
         self._write(build(call_id))
         self._calls[call_id] = future
         try:
@@ -175,7 +182,9 @@ class ProcessClient(Generic[Said]):
 
     async def _spawn(self) -> None:
         self._load_events = asyncio.Queue()
-        process = await EngineProcess.start(self.name, self._command, self.decoder, self._dispatch)
+        process = await EngineProcess.start(
+            self.name, self._command, self.decoder, self._dispatch, self.takes_less_memory
+        )
         self._process = process
         # It outlives the request that has the model loaded, so it must not carry that request's id into the log.
         self._follower = asyncio.create_task(self._follow(process), context=contextvars.Context())
@@ -227,6 +236,8 @@ class ProcessClient(Generic[Said]):
     def _ended(self, error: EngineFailed) -> None:
         self._load_events.put_nowait(error)
         if self.state != "ready":
+            if self._loads:  # which may have asked it something
+                self._fail_everything(error)
             return
         logger.error("{} Requests in flight: {}", error.message, self.running)
         self.state = "restarting"

@@ -41,6 +41,7 @@ class Resident:
     Attributes:
         client: its process.
         closing: it takes no more requests, as another model is to have its room.
+        keep_alive: seconds without use after which it counts as idle, or `FOREVER`.
         used_at: when it was last used, of the loop's clock.
     """
 
@@ -54,16 +55,17 @@ class Resident:
     ) -> None:
         """
         Args:
-            keep_alive: seconds without use after which it counts as idle, or `FOREVER`.
+            keep_alive: see above.
             on_free: called whenever the last of its requests has ended.
             on_idle: called when nobody has used it for so long.
         """
         self.client = client
         self.closing = False
-        self._keep_alive = keep_alive
+        self.keep_alive = keep_alive
         self._on_free = on_free
         self._on_idle = on_idle
         self._leases = 0
+        self._is_gone = False
         self._alarm: asyncio.TimerHandle | None = None
         self._touch()
         client.on_idle = self._used
@@ -94,9 +96,9 @@ class Resident:
     @property
     def idle_in(self) -> float | None:
         """Seconds until it counts as idle if nobody uses it; None: it never does, or is in use."""
-        if self.busy or self._keep_alive == FOREVER:
+        if self.busy or self.keep_alive == FOREVER:
             return None
-        return max(0.0, self.used_at + self._keep_alive - asyncio.get_running_loop().time())
+        return max(0.0, self.used_at + self.keep_alive - asyncio.get_running_loop().time())
 
     def lease(self, keep_alive: float | None = None) -> Lease:
         """
@@ -104,15 +106,15 @@ class Resident:
             keep_alive: seconds to stay up after this and every later use, negative for ever; None: as before.
         """
         if keep_alive is not None:
-            self._keep_alive = keep_alive if keep_alive >= 0 else FOREVER
+            self.keep_alive = keep_alive if keep_alive >= 0 else FOREVER
         self._leases += 1
         self._touch()
         return Lease(self)
 
     def gone(self) -> None:
         """It is up no more."""
+        self._is_gone = True
         self._stop_alarm()
-        self._on_free = lambda: None
         self.client.on_idle = lambda: None
 
     def _released(self) -> None:
@@ -120,6 +122,8 @@ class Resident:
         self._used()
 
     def _used(self) -> None:
+        if self._is_gone:
+            return
         self._touch()
         if not self.busy:
             self._on_free()
@@ -168,9 +172,18 @@ class Room:
         return len(taken) < self.models and (self.memory is None or sum(taken) + memory <= self.memory)
 
     def makers(self, residents: Iterable[Resident], memory: int) -> list[Resident]:
-        """Those that make room for a model: the idle before the busy, the least recently used first."""
-        staying = sorted(residents, key=lambda resident: (resident.busy, not resident.failed, resident.used_at))
+        """Those that make room for a model: the idle before the busy, the least recently used first.
+
+        A busy one that has begun to make room goes on with it: were it spared as others come to be less recently used,
+        and so on in turns, no room would ever be made.
+        """
+        staying = sorted(residents, key=_precedence)
         leaving: list[Resident] = []
         while staying and not self.fits(staying, memory):
             leaving.append(staying.pop(0))
         return leaving
+
+
+def _precedence(resident: Resident) -> tuple[bool, bool, bool, float]:
+    """In which order models make room."""
+    return resident.busy, not resident.failed, not resident.closing, resident.used_at

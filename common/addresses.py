@@ -1,14 +1,18 @@
-"""Which addresses are machines on the internet, and which are somebody's own."""
+"""Addresses of hosts: which are machines on the internet, and which are somebody's own."""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Final, TypeAlias
 
 IPAddress: TypeAlias = IPv4Address | IPv6Address
+Resolver: TypeAlias = Callable[[str, int], Awaitable[Sequence[IPAddress]]]
 
 # IANA's special-purpose registry. `ipaddress.is_global` says much the same, but differs between versions of Python.
 _NOT_PUBLIC_V4: Final[Sequence[IPv4Network]] = [
@@ -72,3 +76,16 @@ def parse_address(text: str) -> IPAddress | None:
         return ipaddress.ip_address(text.removeprefix("[").removesuffix("]"))
     except ValueError:
         return None
+
+
+async def resolve(host: str, port: int) -> list[IPAddress]:
+    """The addresses of a host, as the system knows them. Raises OSError."""
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_resolvers(), look_up)
+    return [ipaddress.ip_address(address[0]) for *_, address in found]
+
+
+@cache
+def _resolvers() -> ThreadPoolExecutor:
+    # Their own, since a name server that does not answer holds a thread for longer than anybody waits for it.
+    return ThreadPoolExecutor(8, thread_name_prefix="resolver")

@@ -21,6 +21,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, mod
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from common.names import tagged
+
 T = TypeVar("T")
 
 PAGE_TOKENS = 256  # a page of the engine's cache; sizes and intervals are multiples of it
@@ -543,8 +545,8 @@ class ModelSelection(Section):
     ["cache_mode", "recurrent_checkpoint_interval_pp"]. All others apply to the model loaded at start."""
 
     def is_dummy(self, name: str) -> bool:
-        """Whether a request that gives this name leaves the model to the server."""
-        return self.use_dummy_models and name in self.dummy_model_names
+        """Whether a request that gives this name, or that without the tag "latest", leaves the model to the server."""
+        return self.use_dummy_models and not {name, tagged(name)}.isdisjoint(self.dummy_model_names)
 
 
 class ModelConfig(ModelParameters, ModelSelection):

@@ -1,56 +1,33 @@
-"""Images loaded by their URL, so that no request can make the server look around in a network of its own.
-
-A host is looked up once. Unless its operator allows it, every address that the name has must be public; the connection
-goes to an address that was checked, while `Host`, SNI and certificate stay the name's. Each redirect starts anew. What
-is refused is told in one sentence whatever the reason, before a packet has gone to where it must not go: the answer
-says nothing about what listens there. The log has the reason.
-"""
+"""The images that requests name by their URLs."""
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import re
-import socket
-import ssl
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
-from functools import cache, partial
+from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
+from time import monotonic
+from typing import Final, NamedTuple
 
-import httpx
 from loguru import logger
 
-from common.addresses import IPAddress, is_own, is_public, parse_address
+from common.addresses import Resolver, resolve
 from common.config_models import NetworkConfig
 from common.errors import InvalidRequest, Unsupported
 from common.image_files import read_image_file
-from common.images import MAX_IMAGE_BYTES, MAX_REQUEST_BYTES, decode_data_url, scheme_of
+from common.image_urls import MAX_IMAGE_BYTES, MAX_REQUEST_BYTES, decode_data_url, scheme_of
 from common.limits import MAX_IMAGES
 
-MAX_REDIRECTS: Final = 3
-MAX_URL_LENGTH: Final = 8192
 FETCH_SECONDS: Final = 20.0  # look-up, redirects and body together
-# Of hosts that are not allowed by name: no mail server or database answers there.
-PUBLIC_PORTS: Final = (80, 443)
-
-Resolver: TypeAlias = Callable[[str, int], Awaitable[Sequence[IPAddress]]]
+# What was fetched is kept, as a chat sends the URLs of all its images in each turn.
+KEPT_BYTES: Final = 64 * 1024**2
+KEPT_SECONDS: Final = 300.0
 
 _REFUSED: Final = (
     "The image could not be fetched from its URL. It has to be an image of at most "
     f"{MAX_IMAGE_BYTES // 1024**2} MB that a public host sends within {FETCH_SECONDS:.0f} seconds; the server's log "
     "says more. An image can also be sent in the request itself, as a data: URL."
 )
-_NAME: Final = re.compile(r"[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
-# What resolvers read as an IPv4 address in some old spelling, as 0x7f.1 or 2130706433.
-_NUMERIC: Final = re.compile(r"(.*\.)?(\d+|0x[0-9a-f]*)")
-_HEADERS: Final = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "Waypoint"}
-
-
-class _Refusal(Exception):
-    """Why something is not fetched, for the log."""
 
 
 class ImageSource(NamedTuple):
@@ -63,25 +40,33 @@ class ImageSource(NamedTuple):
     param: str
 
 
-class _Target(NamedTuple):
-    """Where one request goes."""
+class _Kept:
+    """Images by their URLs, each for `KEPT_SECONDS` from when it came; the oldest go first where there is no room."""
 
-    url: httpx.URL
-    host: str  # in lower case, without a dot at its end
-    addresses: Sequence[IPAddress]  # checked
+    def __init__(self) -> None:
+        self._images: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # with the time at which it expires
+        self._bytes = 0
 
+    def get(self, url: str) -> bytes | None:
+        self._drop_expired()
+        _, data = self._images.get(url, (0.0, None))
+        return data
 
-async def resolve(host: str, port: int) -> list[IPAddress]:
-    """The addresses of a host, as the system knows them. Raises OSError."""
-    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    found = await asyncio.get_running_loop().run_in_executor(_resolvers(), look_up)
-    return [ipaddress.ip_address(address[0]) for *_, address in found]
+    def put(self, url: str, data: bytes) -> None:
+        self._drop(url)
+        self._images[url] = (monotonic() + KEPT_SECONDS, data)
+        self._bytes += len(data)
+        while self._bytes > KEPT_BYTES:
+            self._drop(next(iter(self._images)))
 
+    def _drop_expired(self) -> None:
+        now = monotonic()
+        for url in [url for url, (expires, _) in self._images.items() if expires <= now]:
+            self._drop(url)
 
-@cache
-def _resolvers() -> ThreadPoolExecutor:
-    # Their own, since a name server that does not answer holds a thread for longer than anybody waits for it.
-    return ThreadPoolExecutor(8, thread_name_prefix="resolver")
+    def _drop(self, url: str) -> None:
+        if (dropped := self._images.pop(url, None)) is not None:
+            self._bytes -= len(dropped[1])
 
 
 class ImageFetcher:
@@ -103,10 +88,10 @@ class ImageFetcher:
         resolver: Resolver = resolve,
     ) -> None:
         self._enabled = enabled
-        self._allowed_names = frozenset(allowed_hosts)
-        self._allowed_addresses = {address for host in allowed_hosts if (address := parse_address(host)) is not None}
+        self._allowed_hosts = allowed_hosts
         self._folder = folder
         self._resolve = resolver
+        self._kept = _Kept()
 
     @classmethod
     def of(cls, settings: NetworkConfig) -> ImageFetcher:
@@ -149,7 +134,7 @@ class ImageFetcher:
         return images
 
     async def fetch(self, url: str, param: str) -> bytes:
-        """What a host sends for an http(s) URL and declares to be an image.
+        """What a host sends for an http(s) URL and declares to be an image, or has sent some minutes ago.
 
         Raises:
             InvalidRequest: it was not fetched, for whichever reason.
@@ -161,120 +146,21 @@ class ImageFetcher:
                 "data: URL.",
                 param=param,
             )
+        if (kept := self._kept.get(url)) is not None:
+            return kept
+        # Imported here: httpx takes 4 MB, with the command line that it brings along, and few servers fetch images.
+        from common.guarded_get import GuardedGet, Refusal
+
+        guarded = GuardedGet(self._allowed_hosts, self._resolve)
         try:
             async with asyncio.timeout(FETCH_SECONDS):
-                return await self._follow(url)
-        except _Refusal as refusal:
+                data, lasts = await guarded.image(url)
+            if lasts:
+                self._kept.put(url, data)
+            return data
+        except Refusal as refusal:
             reason = str(refusal)
         except TimeoutError:
             reason = f"it took longer than {FETCH_SECONDS:.0f} seconds"
-        except (httpx.HTTPError, ssl.SSLError, OSError) as error:
-            reason = f"{type(error).__name__} {error}"
         logger.info("An image of a request was not fetched: {}", reason)
         raise InvalidRequest(_REFUSED, param=param)
-
-    async def _follow(self, url: str) -> bytes:
-        """The answer at the end of the redirects."""
-        for _ in range(MAX_REDIRECTS + 1):
-            answer = await self._get(await self._target(url))
-            if isinstance(answer, bytes):
-                return answer
-            if httpx.URL(url).scheme == "https" and answer.scheme == "http":
-                raise _Refusal(f"{answer.host}: a redirect from https to http")
-            url = str(answer)
-        raise _Refusal(f"more than {MAX_REDIRECTS} redirects")
-
-    async def _target(self, text: str) -> _Target:
-        """Where the request for a URL may go."""
-        url, host = _parse(text)
-        port = url.port or (443 if url.scheme == "https" else 80)
-        try:
-            addresses = await self._resolve(host, port)
-        except (OSError, UnicodeError) as error:
-            raise _Refusal(f"{host} has no address: {error}") from error
-        if not addresses:
-            raise _Refusal(f"{host} has no address")
-        if host not in self._allowed_names:
-            foreign = [address for address in addresses if address not in self._allowed_addresses]
-            for address in foreign:
-                if not is_public(address) or is_own(address):
-                    raise _Refusal(
-                        f"{host} has the address {address}, which is not public. To fetch from there, add the host to "
-                        "network.fetch_allowed_hosts."
-                    )
-            if foreign and port not in PUBLIC_PORTS:
-                raise _Refusal(f"{host}: port {port} is none of {', '.join(map(str, PUBLIC_PORTS))}")
-        return _Target(url, host, addresses)
-
-    async def _get(self, target: _Target) -> bytes | httpx.URL:
-        """The image, or where the host says that it is."""
-        # A transport without a client around it: no cookies, no proxy, no netrc, no redirects of its own.
-        async with httpx.AsyncHTTPTransport(verify=_certificates(), trust_env=False) as transport:
-            for address in target.addresses[:-1]:
-                try:
-                    return await _request(transport, target, address)
-                except httpx.ConnectError as error:
-                    logger.debug("{} does not answer at {}: {}", target.host, address, error)
-            return await _request(transport, target, target.addresses[-1])
-
-
-async def _request(transport: httpx.AsyncHTTPTransport, target: _Target, address: IPAddress) -> bytes | httpx.URL:
-    request = httpx.Request(
-        "GET",
-        target.url.copy_with(host=str(address)),
-        headers={**_HEADERS, "Host": target.url.netloc.decode("ascii")},
-        extensions={"sni_hostname": target.host},  # which the certificate has to name
-    )
-    async with aclosing(await transport.handle_async_request(request)) as response:
-        if response.is_redirect:
-            return _redirected(target.url, response.headers.get("location", ""))
-        if response.status_code != httpx.codes.OK:
-            raise _Refusal(f"{target.host} answered with {response.status_code}")
-        return await _read(response, target.host)
-
-
-def _redirected(url: httpx.URL, location: str) -> httpx.URL:
-    try:
-        return url.join(location)
-    except (httpx.InvalidURL, UnicodeError) as error:
-        raise _Refusal(f"{url.host}: a redirect to no URL: {error}") from error
-
-
-async def _read(response: httpx.Response, host: str) -> bytes:
-    content_type = response.headers.get("content-type", "")
-    if not content_type.lower().startswith("image/"):
-        raise _Refusal(f"{host} sent no image, but {content_type!r}")
-    if response.headers.get("content-encoding", "identity").lower() != "identity":
-        raise _Refusal(f"{host} compressed the image, although it was asked not to")
-    body = bytearray()
-    async for chunk in response.aiter_raw():  # whatever length was declared
-        body += chunk
-        if len(body) > MAX_IMAGE_BYTES:
-            raise _Refusal(f"{host} sent more than {MAX_IMAGE_BYTES // 1024**2} MB")
-    return bytes(body)
-
-
-def _parse(text: str) -> tuple[httpx.URL, str]:
-    """A URL, and its host in lower case without a dot at its end."""
-    try:
-        if len(text) > MAX_URL_LENGTH:
-            raise _Refusal("the URL is too long")
-        url = httpx.URL(text.strip())
-    except (httpx.InvalidURL, UnicodeError) as error:
-        raise _Refusal(f"no URL: {error}") from error
-    host = url.raw_host.decode("ascii").lower().rstrip(".")
-    if url.scheme not in ("http", "https"):
-        raise _Refusal(f"{host}: the scheme {url.scheme}")
-    if url.userinfo:
-        raise _Refusal(f"{host}: a URL with a user's name")
-    if url.port is not None and not 0 < url.port < 1 << 16:
-        raise _Refusal(f"{host}: the port {url.port}")
-    if parse_address(host) is None and (not _NAME.fullmatch(host) or _NUMERIC.fullmatch(host)):
-        raise _Refusal(f"{host!r} is no name of a host")
-    return url, host
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    """Authorities of servers that are trusted."""
-    return httpx.create_ssl_context(trust_env=False)

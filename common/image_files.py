@@ -8,7 +8,7 @@ from typing import Final
 from urllib.parse import unquote
 
 from common.errors import InvalidRequest, Unsupported
-from common.images import MAX_IMAGE_BYTES
+from common.image_urls import MAX_IMAGE_BYTES
 from common.names import path_within
 
 SCHEME: Final = "file:"

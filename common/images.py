@@ -1,61 +1,26 @@
-"""Images of requests: limits, URLs, and what their bytes hold."""
+"""Images of requests: what their bytes hold.
+
+Only engine processes import this: Pillow takes 2 MB, for which the server has no use.
+"""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
-import re
 from typing import Final
-from urllib.parse import unquote_to_bytes, urlsplit
 
 from PIL import Image, ImageOps
 
 from common.errors import InvalidRequest
+from common.image_urls import MAX_IMAGE_BYTES
 
-MAX_IMAGE_BYTES: Final = 20 * 1024**2
-MAX_REQUEST_BYTES: Final = 64 * 1024**2  # of all images of one request
 MAX_PIXELS: Final = 64_000_000
 # Passes of a progressive JPEG. Encoders make about ten; thousands fit into a small file, each as slow as the first.
 MAX_SCANS: Final = 100
 # By which the decoders take a file: a PNG of 20 MB in parts of 8 KB needs 8,000. Millions of parts would take minutes.
 MAX_READS: Final = 100_000
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-_WHITESPACE: Final = re.compile(rb"\s+")
-_URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")
 _JPEG: Final = b"\xff\xd8"  # also of pictures that Pillow calls MPO, several JPEGs in a file
 _START_OF_SCAN: Final = b"\xff\xda"  # of no other meaning in a JPEG: a scan's own 0xff is followed by a zero
-
-
-def scheme_of(url: str, param: str) -> str:
-    """data, http, https or file. Raises InvalidRequest for anything else."""
-    try:
-        scheme = urlsplit(url.strip()).scheme
-    except ValueError:  # such as a bracket that belongs to no IPv6 address
-        scheme = ""
-    if scheme in ("data", "http", "https", "file"):
-        return scheme
-    raise InvalidRequest(
-        "An image needs a URL, such as data:image/png;base64,..."
-        + (f" The scheme {scheme}: is not allowed." if scheme else ""),
-        param=param,
-    )
-
-
-def decode_data_url(url: str, param: str) -> bytes:
-    """What a data: URL holds: RFC 2397, with whatever line breaks and parameters. Raises InvalidRequest."""
-    header, comma, data = url.strip().partition(",")
-    if not comma:
-        raise InvalidRequest("The data: URL has no comma, after which its data would follow.", param=param)
-    content = unquote_to_bytes(data.encode("utf-8", "replace"))
-    if header.rpartition(";")[2].strip().lower() != "base64":
-        return content
-    # Mail and shells break lines; some encoders use the alphabet for URLs or leave the padding out.
-    packed = _WHITESPACE.sub(b"", content).translate(_URL_SAFE).rstrip(b"=")
-    try:
-        return base64.b64decode(packed + b"=" * (-len(packed) % 4), validate=True)
-    except binascii.Error as error:
-        raise InvalidRequest(f"The data: URL is not valid base64: {error}.", param=param) from error
 
 
 class _Reader(io.BytesIO):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from common.errors import InvalidRequest
-from common.limits import MAX_BODY_MARKS, MAX_DEPTH
+from common.limits import MAX_BODY_MARKS, MAX_CONTAINERS, MAX_DEPTH
 
 SMALL_BODY: Final = 256 * 1024  # bytes, which are read in a few milliseconds
 # The first half of a surrogate pair without the second one, and the second one without the first.
@@ -40,8 +40,8 @@ def read_json(body: bytes) -> Any:
         raise _too_deep() from error
     except ValueError as error:  # no UTF-8, or a number of thousands of digits
         raise InvalidRequest(f"The body cannot be read as JSON: {error}.") from error
-    if opened > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
-        raise _too_deep()
+    if opened > MAX_DEPTH:
+        _check_containers(value)
     if b"\\u" in body and _HALF_PAIR.search(body):
         return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     return value
@@ -51,13 +51,21 @@ def _too_deep() -> InvalidRequest:
     return InvalidRequest(f"The body is nested too deeply: lists and objects may stand {MAX_DEPTH} deep in each other.")
 
 
-def _is_deeper(value: object, limit: int) -> bool:
+def _check_containers(value: object) -> None:
+    """Raise `InvalidRequest` where a value's lists and objects are too many, or stand too deep in each other."""
     level = [value] if isinstance(value, (list, dict)) else []
-    for _ in range(limit):
+    count = len(level)
+    for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _containers(outer)]
         if not level:
-            return False
-    return True
+            return
+        count += len(level)
+        if count > MAX_CONTAINERS:
+            raise InvalidRequest(
+                f"The body has more than {MAX_CONTAINERS:,} lists and objects, such as parts of messages. Send less at "
+                "once, or the same text in fewer parts."
+            )
+    raise _too_deep()
 
 
 def _containers(value: Any) -> Iterator[Any]:

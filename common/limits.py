@@ -14,6 +14,7 @@ from pydantic import Field
 
 MAX_BODY_MARKS: Final = 1_000_000  # commas and opening brackets, also in text: no JSON has more values
 MAX_DEPTH: Final = 200  # of lists and objects within each other
+MAX_CONTAINERS: Final = 40_000  # lists and objects: each is checked, and MAX_MESSAGES in parts have three for each
 
 # --- what is generated --------------------------------------------------------------------------------------------
 
@@ -55,6 +56,7 @@ MAX_RANKED: Final = 2_048  # documents of one request
 # --- files of a model ---------------------------------------------------------------------------------------------
 
 MAX_CONFIG_BYTES: Final = 16_000_000  # of its configurations in JSON; the largest that are published have a tenth of it
+MAX_ADAPTER_WEIGHTS: Final = 20_000  # of a LoRA adapter, which has two for each linear layer that it changes
 
 _MAX_SHORT: Final = 1_000  # characters
 ShortText: TypeAlias = Annotated[str, Field(max_length=_MAX_SHORT)]

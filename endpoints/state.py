@@ -104,16 +104,18 @@ class ServerState:
     def _wanted(self, name: str | None) -> Wanted | None:
         """What a request names; None: it is left to the server."""
         selection = self.settings.model
+        current, inline = self.manager.current, selection.inline_model_loading
+        name = untagged(name or "")  # clients that know models from Ollama's API may speak OpenAI's
         if not name or selection.is_dummy(name):
-            return None
-        name = untagged(name)  # clients that know models from Ollama's API may speak OpenAI's
-        if (known := self.manager.known(name)) is not None:
-            directory = known.directory
-        elif selection.inline_model_loading:
-            directory = self._model_named(name)
+            if not inline or current is None or current.state != "failed":
+                return None
+            directory = current.directory
         else:
-            return None
-        return Wanted(directory, partial(self._load_settings, directory))
+            known = self.manager.known(name)
+            if known is None and not inline:
+                return None
+            directory = known.directory if known is not None else self._model_named(name)
+        return Wanted(directory, partial(self._load_settings, directory) if inline else None)
 
     def _model_named(self, name: str) -> Path:
         try:

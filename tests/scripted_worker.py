@@ -89,6 +89,7 @@ class ModelScript(msgspec.Struct, frozen=True, kw_only=True):
     flush_seconds: float = 0.0  # that it takes to write the cache to disk
     control_tokens: list[ControlToken] = []
     refused_loras: dict[str, str] = {}  # with the reason
+    lora_crash: bool = False  # the process dies of any change of adapters
     memory: int = 0  # bytes
     tower: bool = False  # it takes images, where `model.vision` is set
 
@@ -241,6 +242,7 @@ class ScriptedContainer:
         self._loras = [Lora(lora.name, lora.scaling) for lora in settings.lora.loras]
         self._asked: Counter[str] = Counter()  # requests by the `when` of their play
         self.on_results: Callable[[], None] = lambda: None
+        self._refuse(self._loras)
         if self._model.prepare_error is not None:
             raise ServerError.from_record(self._model.prepare_error)
 
@@ -399,7 +401,14 @@ class ScriptedContainer:
         ]
 
     def set_loras(self, loras: Sequence[Lora]) -> None:
+        if self._model.lora_crash:
+            os._exit(25)
+        self._refuse(loras)
         self._loras = list(loras)
+
+    def _refuse(self, loras: Sequence[Lora]) -> None:
+        for problem in filter(None, self.check_loras(loras)):
+            raise ServerError.from_record(problem)
 
     def broken(self) -> bool:
         return False

@@ -31,9 +31,11 @@ from common.errors import (
     NotFound,
     OriginNotAllowed,
 )
-from common.fetch import FETCH_SECONDS, MAX_REDIRECTS, PUBLIC_PORTS
+from common.fetch import FETCH_SECONDS
 from common.grammar import MOST_CHARACTERS, check_constraint
-from common.images import MAX_IMAGE_BYTES, MAX_PIXELS, MAX_REQUEST_BYTES
+from common.guarded_get import MAX_REDIRECTS, PUBLIC_PORTS
+from common.image_urls import MAX_IMAGE_BYTES, MAX_REQUEST_BYTES
+from common.images import MAX_PIXELS
 from common.json_schema import WHITESPACE
 from common.limits import MAX_ANSWERS, MAX_EMBEDDED, MAX_IMAGES, MAX_PROMPTS, MAX_RANKED, MAX_TOP_LOGPROBS
 from common.metrics import Metrics

@@ -37,6 +37,9 @@ class EmbeddingClient(ProcessClient[FromEmbedder]):
     """
 
     decoder = messages.from_embedder_decoder
+    takes_less_memory = (
+        "It takes less with a smaller embeddings.embeddings_batch_tokens; or load a smaller model for this task."
+    )
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class EmbeddingManager:
 
     `embed()` and `rank()` are what front ends call. A request names a model that is loaded, or none, which takes the
     one that was loaded first and is of the kind. A name of a model that is not loaded is a `ModelNotFound`, except that
-    with `load_on_demand` the model is loaded for the request, which waits for it.
+    with `load_on_demand` the model is loaded for the request, which waits for it, and one that has failed again.
 
     Args:
         settings: of the section "embeddings".
@@ -170,7 +170,9 @@ class EmbeddingManager:
             raise ModelNotLoaded(
                 "Only rerankers are loaded. Load an embedding model with POST /v1/model/embedding/load."
             )
-        client = self._loaded.get(model) or await self._on_demand(model)
+        loaded = self._loaded.get(model)
+        comes_back = loaded is not None and loaded.state == "failed" and self._load_on_demand
+        client = await self._on_demand(model) if loaded is None or comes_back else loaded
         if client.info.kind not in kinds:
             raise InvalidRequest(
                 f"The model {model} is a reranker, which makes no embeddings. Name an embedding model, or use "

@@ -22,14 +22,17 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
 from backends.exllamav3.engine import DEVICE, Linear, Model, Tensor
-from backends.exllamav3.model_files import read_object
+from backends.exllamav3.model_files import LENGTH, read_object
 from common.errors import InvalidRequest, Unsupported
 from common.hidden_paths import hide_paths
+from common.limits import MAX_ADAPTER_WEIGHTS
 from common.model_folder import ADAPTER_CONFIG, adapter_folder
 
 WEIGHTS: Final = "adapter_model.safetensors"
 PICKLE: Final = "adapter_model.bin"
+_MOST_HEADER_BYTES: Final = 500 * MAX_ADAPTER_WEIGHTS
 _KEY: Final = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
+_LAYER_NAME: Final = re.compile(r"[\w.]+")
 _DTYPES: Final = frozenset({"F16", "BF16", "F32"})
 # What PEFT and architectures put before the name that a layer has within the language model.
 _WRAPPERS: Final = frozenset({"base_model", "model", "language_model"})
@@ -121,15 +124,10 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Pair:
-    """The two weights of one layer.
+    """The two weights of one layer. `factor` is that of B @ A."""
 
-    Attributes:
-        a: its name in the file, and so b.
-        factor: of B @ A.
-    """
-
-    a: str
-    b: str
+    a: _Half
+    b: _Half
     places: Sequence[_Place]
     factor: float
 
@@ -143,24 +141,17 @@ class Adapter:
     scaling: float
     pairs: Sequence[_Pair] = field(repr=False)
 
-    def digest(self) -> bytes:
-        """Differs where what the model computes does."""
-        digest = hashlib.blake2b(repr(self.scaling).encode(), digest_size=16)
-        for name in (ADAPTER_CONFIG, WEIGHTS):
-            with (self.directory / name).open("rb") as file:
-                digest.update(hashlib.file_digest(file, "blake2b").digest())
-        return digest.digest()
-
     def tensors(self) -> Iterator[tuple[_Place, Tensor, Tensor]]:
-        """For each layer: A as (inputs, rank) and B as (rank, outputs), scaled and where the layer is.
+        """For each layer: A as (inputs, rank) and B as (rank, outputs), scaled, in host memory.
 
         Raises:
-            InvalidRequest: they hold what is no number, or is none once it is scaled.
+            InvalidRequest: they hold what is no number, or is none once it is scaled, or they are not those that were
+                checked.
         """
         dtype = torch.float if DEVICE == "cpu" else torch.half
         with safe_open(self.directory / WEIGHTS, "pt") as file:
             for pair in self.pairs:
-                a, b = file.get_tensor(pair.a).float(), file.get_tensor(pair.b).float()
+                a, b = self._read(file, pair.a), self._read(file, pair.b)
                 for place in pair.places:
                     rows = b if place.rows is None else b[slice(*place.rows)]
                     scaled = rows * (pair.factor * self.scaling * place.linear.weight_scale)
@@ -169,10 +160,18 @@ class Adapter:
                     if not (columns.isfinite().all() and outputs.isfinite().all()):
                         raise InvalidRequest(
                             f"The adapter {self.name} holds numbers that are not finite at scaling {self.scaling:g} "
-                            f"({pair.b}). Lower the scaling, or download it again."
+                            f"({pair.b.key}). Lower the scaling, or download it again."
                         )
-                    device = place.linear.device
-                    yield place, columns.contiguous().to(device), outputs.contiguous().to(device)
+                    yield place, columns.contiguous(), outputs.contiguous()
+
+    def _read(self, file: Any, half: _Half) -> Tensor:
+        if _half(file, half.key) != half:
+            raise InvalidRequest(
+                f"The adapter {self.name} was overwritten after it had been checked: {half.key} is not what it was. "
+                "Apply it again."
+            )
+        weight: Tensor = file.get_tensor(half.key)
+        return weight.float()
 
 
 class ModelAdapters:
@@ -213,6 +212,7 @@ class ModelAdapters:
                 "model without it."
             )
         config = _read_config(directory)
+        alphas = _Alphas(config)
         pairs = []
         unknown, refused, misfits, again = [], {}, [], []
         paired: set[Linear] = set()
@@ -222,7 +222,7 @@ class ModelAdapters:
                 unknown.append(layer)
             elif reason := next(filter(None, (place.refusal() for place in places)), None):
                 refused[layer] = reason
-            elif (pair := _pair(layer, halves, places, config)) is None:
+            elif (pair := _pair(layer, halves, places, config, alphas)) is None:
                 misfits.append(f"{layer} ({_shape(halves['A'])} and {_shape(halves['B'])})")
             elif paired & (linears := {place.linear for place in places}):
                 again.append(layer)
@@ -261,9 +261,16 @@ class ModelAdapters:
             InvalidRequest: as for `Adapter.tensors()`, or a file was damaged after the check.
         """
         effective = [adapter for adapter in adapters if adapter.scaling > 0]
+        digest = hashlib.blake2b(digest_size=16)  # of what is applied: the files may be others by now
+        tensors = []
         try:
-            tensors = [(adapter, *placed) for adapter in effective for placed in adapter.tensors()]
-            root = b"".join(adapter.digest() for adapter in effective) or None
+            for adapter in effective:
+                for place, a, b in adapter.tensors():
+                    digest.update(f"{place.linear.key} {place.rows}".encode())
+                    digest.update(a.numpy().data)
+                    digest.update(b.numpy().data)
+                    device = place.linear.device
+                    tensors.append((adapter, place, a.to(device), b.to(device)))
         except (OSError, SafetensorError) as error:
             raise InvalidRequest(
                 f"An adapter cannot be read any more: {hide_paths(str(error))}. Download it again."
@@ -273,7 +280,7 @@ class ModelAdapters:
             place.linear.lora_a_tensors[adapter] = a
             place.linear.lora_b_tensors[adapter] = b
         self._bypass_shortcuts(module for _, place, _, _ in tensors for module in place.around)
-        self.active, self.root = tuple(adapters), root
+        self.active, self.root = tuple(adapters), digest.digest() if effective else None
 
     def remove(self) -> None:
         """Put everything back as it was without adapters."""
@@ -334,7 +341,13 @@ class _Half:
     """One weight of a file."""
 
     key: str
+    dtype: str
     shape: tuple[int, ...]
+
+
+def _half(file: Any, key: str) -> _Half:
+    weight = file.get_slice(key)
+    return _Half(key, weight.get_dtype(), tuple(weight.get_shape()))
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -377,15 +390,19 @@ def _read_shapes(directory: Path) -> dict[str, dict[str, _Half]]:
     layers: dict[str, dict[str, _Half]] = {}
     strange = []
     try:
+        _check_header(path, name)
         with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 (it is no mapping)
-                weight = file.get_slice(key)
+            keys = file.keys()
+            if len(keys) > MAX_ADAPTER_WEIGHTS:
+                raise _too_many_weights(name)
+            for key in keys:
+                half = _half(file, key)
                 match = _KEY.fullmatch(key)
                 halves = layers.setdefault(match[1], {}) if match is not None else {}
-                if match is None or match[2] in halves or weight.get_dtype() not in _DTYPES:
+                if match is None or match[2] in halves or half.dtype not in _DTYPES:
                     strange.append(key)
                 else:
-                    halves[match[2]] = _Half(key, tuple(weight.get_shape()))
+                    halves[match[2]] = half
     except (OSError, SafetensorError) as error:
         raise InvalidRequest(
             f"{WEIGHTS} of the adapter {name} cannot be read: {hide_paths(str(error))}. Download it again."
@@ -402,7 +419,24 @@ def _read_shapes(directory: Path) -> dict[str, dict[str, _Half]]:
     return layers
 
 
-def _pair(layer: str, halves: Mapping[str, _Half], places: Sequence[_Place], config: Mapping[str, Any]) -> _Pair | None:
+def _check_header(path: Path, name: str) -> None:
+    """Refuse a file whose list of weights is longer than an adapter's can be, before it is read."""
+    with path.open("rb") as file:
+        length = file.read(LENGTH.size)
+    if len(length) == LENGTH.size and LENGTH.unpack(length)[0] > _MOST_HEADER_BYTES:
+        raise _too_many_weights(name)
+
+
+def _too_many_weights(name: str) -> Unsupported:
+    return Unsupported(
+        f"The adapter {name} lists more than {MAX_ADAPTER_WEIGHTS:,} weights. Use one that was trained on attention "
+        "and dense layers: these have some thousands, and the engine applies none to experts."
+    )
+
+
+def _pair(
+    layer: str, halves: Mapping[str, _Half], places: Sequence[_Place], config: Mapping[str, Any], alphas: _Alphas
+) -> _Pair | None:
     """The weights of a layer; None where they do not fit it."""
     a, b = halves["A"], halves["B"]
     rank = a.shape[0] if a.shape else 0
@@ -410,21 +444,35 @@ def _pair(layer: str, halves: Mapping[str, _Half], places: Sequence[_Place], con
     expected = rank if config.get("rank_pattern") else config["r"]
     if not rank or rank != expected or a.shape != (rank, places[0].inputs) or b.shape != (outputs, rank):
         return None
-    factor = _alpha(layer, config) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return _Pair(a.key, b.key, places, factor)
+    factor = alphas.of(layer) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return _Pair(a, b, places, factor)
 
 
-def _alpha(layer: str, config: Mapping[str, Any]) -> float:
-    """`lora_alpha`, or what `alpha_pattern` says for the layer, whose keys are names or ends of names."""
-    for pattern, alpha in (config.get("alpha_pattern") or {}).items():
-        name = pattern.removeprefix("^")
-        if not re.fullmatch(r"[\w.]+", name) or not _is_number(alpha):
-            raise Unsupported(
-                f"alpha_pattern {short_repr(pattern)} of the adapter is no name of a layer with a number."
-            )
-        if _bare(layer) == _bare(name) or (name == pattern and layer.endswith(f".{name}")):
-            return float(alpha)
-    return float(config["lora_alpha"])
+class _Alphas:
+    """`lora_alpha`, or what `alpha_pattern` says for a layer, whose keys are names or ends of names: the first counts.
+
+    Raises `Unsupported` for other patterns.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._default = float(config["lora_alpha"])
+        self._names: dict[str, tuple[int, float]] = {}  # with the place in the mapping
+        self._ends: dict[str, tuple[int, float]] = {}
+        for place, (pattern, alpha) in enumerate((config.get("alpha_pattern") or {}).items()):
+            name = pattern.removeprefix("^")
+            if not _LAYER_NAME.fullmatch(name) or not _is_number(alpha):
+                raise Unsupported(
+                    f"alpha_pattern {short_repr(pattern)} of the adapter is no name of a layer with a number."
+                )
+            self._names.setdefault(_bare(name), (place, float(alpha)))
+            if name == pattern:
+                self._ends.setdefault(name, (place, float(alpha)))
+
+    def of(self, layer: str) -> float:
+        parts = layer.split(".")
+        ends = [self._ends.get(".".join(parts[start:])) for start in range(1, len(parts))]
+        found = [match for match in (self._names.get(_bare(layer)), *ends) if match is not None]
+        return min(found)[1] if found else self._default
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

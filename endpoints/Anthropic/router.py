@@ -53,7 +53,7 @@ async def messages(
     body: MessagesRequest, request: Request, response: Response, state: State
 ) -> MessageResponse | EventStream:
     async def ask(client: EngineClient) -> Asked[MessageResponse]:
-        asked = await asyncio.to_thread(as_chat, body, client.settings.model)  # seconds, of a hundred thousand blocks
+        asked = await asyncio.to_thread(as_chat, body, client.settings.model)  # long conversations take a second
         with asked.paths.as_sent():
             turn, generations = await begun_chat(asked.chat, state, client)
         if body.wants_no_answer:  # the engine cannot but generate a token for that

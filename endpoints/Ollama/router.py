@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse
 from backends.client import EngineClient
 from backends.embeddings.manager import Embeddings
 from backends.embeddings.messages import EmbedOptions
-from common.errors import AuthenticationFailed, ModelNotFound, Unsupported
+from common.errors import AuthenticationFailed, InvalidRequest, ModelNotFound, Unsupported
 from common.names import tagged, untagged
 from endpoints.admission import place_of
 from endpoints.answering import Ask, Asked, respond
@@ -141,9 +141,7 @@ async def _load_or_unload(body: GenerationRequest, request: Request, state: Serv
         raise AuthenticationFailed(
             "Only the admin key unloads models, unless model.inline_model_loading lets every key load them again."
         )
-    directory = _directory(body, request, state)
-    if state.manager.status(directory).state == "loaded":
-        await state.serving(request, directory.name, keep_alive=0)
+    state.manager.keep(_directory(body, request, state), 0)
     return body.model, "unload"
 
 
@@ -225,9 +223,13 @@ async def show(body: ShowRequest, request: Request, state: State) -> ModelShown:
 
 def _directory(body: ModelRequest, request: Request, state: ServerState) -> Path:
     """Of a model that the caller may use or load."""
-    name = untagged(body.model)
-    directory = visible_models(request, state).get(state.manager.aliases.get(name, name))
-    if directory is None:
+    name, visible = untagged(body.model), visible_models(request, state)
+    directory = visible.get(name)
+    if directory is None or name in state.manager.aliases:
+        with suppress(InvalidRequest, ModelNotFound):
+            known = state.manager.known(name)
+            directory = known.directory if known is not None else state.manager.resolve(name)
+    if directory is None or not (may_load(request, state) or directory in visible.values()):
         raise ModelNotFound(f"model '{body.model}' not found. /api/tags lists those that there are.", param="model")
     return directory
 

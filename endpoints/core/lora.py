@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, Request
 
+from backends.client import EngineClient
 from backends.messages import Lora
 from common.errors import InvalidRequest
 from common.model_folder import ADAPTER_CONFIG, created, list_adapters
@@ -19,10 +20,9 @@ v1 = APIRouter(route_class=CoreRoute)  # below /v1
 @v1.get("/loras", openapi_extra=API)
 @v1.get("/lora/list", openapi_extra=API)
 async def list_loras(request: Request, state: State) -> LoraList:
-    """The adapters that the loaded model computes with; for an administrator then every other one in lora_dir."""
+    """As `/v1/lora`; for an administrator then every other adapter in lora_dir."""
     client = state.manager.current
-    applied = loaded_info(client).loras if client is not None else []
-    cards = {lora.name: _card(state, lora.name, lora.scaling) for lora in applied}
+    cards = {card.id: card for card in (_cards(state, client) if client is not None else ())}
     if request.state.permission == "admin":
         for name in list_adapters(_folder(state)):
             cards.setdefault(name, _card(state, name))
@@ -31,9 +31,8 @@ async def list_loras(request: Request, state: State) -> LoraList:
 
 @v1.get("/lora", openapi_extra=API)
 async def current_loras(state: State) -> LoraList:
-    """The adapters that the loaded model computes with."""
-    loras = loaded_info(state.manager.require()).loras
-    return LoraList(data=[_card(state, lora.name, lora.scaling) for lora in loras])
+    """The adapters that the loaded model computes with; then those that could not be applied again after a crash."""
+    return LoraList(data=_cards(state, state.manager.require()))
 
 
 @v1.post("/lora/load", openapi_extra=ADMIN)
@@ -69,5 +68,10 @@ def _folder(state: ServerState) -> Path:
     return Path(state.settings.lora.lora_dir)
 
 
-def _card(state: ServerState, name: str, scaling: float | None = None) -> LoraCard:
-    return LoraCard(id=name, created=created(_folder(state) / name / ADAPTER_CONFIG), scaling=scaling)
+def _cards(state: ServerState, client: EngineClient) -> list[LoraCard]:
+    applied = [_card(state, lora.name, scaling=lora.scaling) for lora in loaded_info(client).loras]
+    return applied + [_card(state, name, error=reason) for name, reason in client.left_out.items()]
+
+
+def _card(state: ServerState, name: str, *, scaling: float | None = None, error: str | None = None) -> LoraCard:
+    return LoraCard(id=name, created=created(_folder(state) / name / ADAPTER_CONFIG), scaling=scaling, error=error)

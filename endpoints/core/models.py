@@ -92,8 +92,8 @@ def _visible_cards(request: Request, state: ServerState) -> dict[str, ModelCard]
     for alias in manager.aliases:
         with suppress(InvalidRequest, ModelNotFound):  # its folder is not there at the moment
             directory = manager.resolve(alias)
-            if may_load(request, state) or directory in folders.values():
-                cards.setdefault(alias, _card(alias, manager, directory))
+            if not selection.is_dummy(alias) and (may_load(request, state) or directory in folders.values()):
+                cards[alias] = _card(alias, manager, directory)  # also in place of that of a folder of the name
     for name, client in state.embeddings.loaded.items():
         # Its folder may lie among those of language models, and then looks like one that is not loaded.
         if (card := cards.get(name)) is None or (card.status is not None and card.status.value == "unloaded"):
@@ -109,7 +109,7 @@ def visible_folders(request: Request, state: ServerState) -> dict[str, Path]:
     known = [status for status in manager.statuses() if any_model or status.answers]
     folders: dict[str, Path] = {}
     for status in known:
-        folders.setdefault(status.directory.name, status.directory)
+        folders.setdefault(manager.name_of(status.directory), status.directory)
     for name in manager.list_models() if any_model else ():
         folders.setdefault(name, manager.model_dir.absolute() / name)
     return folders
@@ -192,8 +192,8 @@ async def model_events(request: Request, state: State) -> Response:
     The stream goes on until its client leaves or the server ends.
     """
     changes = state.manager.events.follow()
-    states = [state.manager.status(directory) for directory in visible_folders(request, state).values()]
-    now = [ModelEvent(status.directory.name, status.state, reason=status.reason) for status in states]
+    states = {name: state.manager.status(folder) for name, folder in visible_folders(request, state).items()}
+    now = [ModelEvent(name, status.state, reason=status.reason) for name, status in states.items()]
 
     async def stop() -> None:
         changes.close()

@@ -26,6 +26,7 @@ from common.errors import (
     ModelNotFound,
     ModelNotLoaded,
     RequestCancelled,
+    ServerBusy,
     ServerError,
 )
 from tests.scripted import ScriptedEngine, load_settings, say
@@ -39,6 +40,8 @@ class InstantClient(EngineClient):
     """Its model is there as soon as it is asked for."""
 
     sizes: ClassVar[dict[str, int]] = {}  # MB by name
+    torn: ClassVar[set[str]] = set()  # names of those whose weights cannot be read
+    doors: ClassVar[dict[str, asyncio.Event]] = {}  # by name; it has to be open for the load to go on
 
     async def prepare(self) -> None:
         self.memory = self.sizes.get(self.name, 0) * MB
@@ -50,6 +53,10 @@ class InstantClient(EngineClient):
         for module in (1, 2):
             await asyncio.sleep(0)
             yield LoadProgress(component="model", module=module, modules=2)
+        if (door := self.doors.get(self.name)) is not None:
+            await door.wait()
+        if self.name in self.torn:
+            raise ModelLoadFailed("torn")
         self._is_ready()
 
 
@@ -67,8 +74,13 @@ class Models:
         self.read: list[str] = []  # names of models whose settings were read for a request
         manager.on_unload = self.unloads.append
 
-    def acquire(self, name: str | None, keep_alive: float | None = None) -> asyncio.Task[Lease]:
-        return asyncio.create_task(self.manager.acquire(self._wanted(name), keep_alive=keep_alive))
+    def acquire(
+        self, name: str | None, keep_alive: float | None = None, *, may_load: bool = True
+    ) -> asyncio.Task[Lease]:
+        wanted = self._wanted(name)
+        if wanted is not None and not may_load:
+            wanted = wanted._replace(settings=None)
+        return asyncio.create_task(self.manager.acquire(wanted, keep_alive=keep_alive))
 
     async def use(self, name: str | None, keep_alive: float | None = None) -> str:
         """Have a model loaded, and let go of it; gives its name."""
@@ -76,9 +88,13 @@ class Models:
         lease.release()
         return lease.client.name
 
-    async def load(self, name: str, **model: object) -> None:
-        async for _ in self.manager.load(self.manager.resolve(name), load_settings(**model)):
+    async def load(self, name: str, *, skip_queue: bool = False, **model: object) -> None:
+        async for _ in self.manager.load(self.manager.resolve(name), load_settings(**model), skip_queue=skip_queue):
             pass
+
+    def makes_room(self, name: str) -> bool:
+        """Whether a model that is up takes no more requests."""
+        return self.manager._residents[self.manager.resolve(name)].closing
 
     @property
     def up(self) -> list[str]:
@@ -166,13 +182,28 @@ async def test_who_waits_is_not_passed_by_and_the_same_model_serves_all_at_once(
 
 
 @pytest.mark.usefixtures("instant")
+async def test_a_request_does_not_bring_back_what_was_swapped_for_another(scripted: ScriptedEngine) -> None:
+    """Where requests load no models, a name is that of the model that is up, or says nothing."""
+    async with models(scripted, max_models=1) as given:
+        await given.load("alpha")
+        held = await given.acquire("alpha", may_load=False)
+        swap = asyncio.create_task(given.load("beta"))
+        await until(lambda: given.manager.current is None)
+        late = given.acquire("alpha", may_load=False)
+        await asyncio.sleep(0)
+        held.release()
+        await swap
+        assert (await late).client.name == "beta"
+        assert (given.up, given.unloads) == (["beta"], ["displaced"])
+
+
+@pytest.mark.usefixtures("instant")
 async def test_others_are_served_while_one_makes_room(scripted: ScriptedEngine) -> None:
     async with models(scripted, max_models=2) as given:
         old = await given.acquire("alpha")
         young = await given.acquire("beta")
         waiting = given.acquire("gamma")
-        alpha = given.manager.resolve("alpha")
-        await until(lambda: given.manager._residents[alpha].closing)
+        await until(lambda: given.makes_room("alpha"))
         behind = given.acquire("alpha")
         assert await asyncio.wait_for(given.use("beta"), 5) == "beta"
         # The other one is free first, so alpha stays, and serves who had to wait.
@@ -199,6 +230,97 @@ async def test_the_budget_counts_what_models_take(scripted: ScriptedEngine, monk
         statuses = {status.directory.name: status for status in given.manager.statuses()}
         assert statuses["gamma"].memory == 601 * MB
         assert statuses["delta"].state == "failed"
+
+
+@pytest.mark.usefixtures("instant")
+async def test_who_has_begun_to_make_room_goes_on_with_it(scripted: ScriptedEngine) -> None:
+    """Else two busy models spare each other in turns, and who waits for room gets none."""
+    async with models(scripted, max_models=2) as given:
+        first, second = await given.acquire("alpha"), await given.acquire("alpha")
+        young = await given.acquire("beta")
+        waiting = given.acquire("gamma")
+        await until(lambda: given.makes_room("alpha"))
+        behind = given.acquire("alpha")
+        first.release()  # so that beta is now the least recently used
+        gone = given.acquire("gamma")
+        await asyncio.sleep(0)
+        gone.cancel()  # so that it is decided again who makes room
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert (given.makes_room("alpha"), given.makes_room("beta"), behind.done()) == (True, False, False)
+        second.release()
+        assert (await waiting).client.name == "gamma"
+        young.release()
+        assert (await behind).client.name == "alpha"
+
+
+@pytest.mark.usefixtures("instant")
+async def test_the_one_that_answers_does_so_until_it_makes_room(
+    scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with models(scripted, max_models=2) as given:
+        await given.use("beta")
+        door = asyncio.Event()
+        monkeypatch.setattr(InstantClient, "doors", {"gamma": door})
+        loading = asyncio.create_task(given.load("gamma"))
+        await until(lambda: given.manager.status(given.manager.resolve("gamma")).state == "loading")
+        assert await given.use(None) == "beta"
+        door.set()
+        await loading
+        assert await given.use(None) == "gamma"
+
+
+@pytest.mark.usefixtures("instant")
+async def test_no_other_answers_while_that_which_is_to_answer_is_loaded(
+    scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with models(scripted, max_models=2) as given:
+        await given.load("alpha")
+        await given.use("beta")
+        for name in ("alpha", "gamma"):
+            door = asyncio.Event()
+            monkeypatch.setattr(InstantClient, "doors", {name: door})
+            held = await given.acquire("beta")
+            loading = asyncio.create_task(given.load(name, max_seq_len=1000))
+            await until(lambda: given.manager.state == "loading")
+            with pytest.raises(ModelNotLoaded, match=f"{name} is being loaded"):
+                given.manager.require()
+            unnamed = given.acquire(None)
+            assert await given.use("beta") == "beta"
+            assert not unnamed.done()
+            door.set()
+            await loading
+            assert (await unnamed).client.name == name
+            (await unnamed).release()
+            held.release()
+
+
+@pytest.mark.parametrize("what", ["unload", "unload another", "skip_queue"])
+@pytest.mark.usefixtures("instant")
+async def test_what_waits_for_no_request_does_not_wait_for_a_load_that_does(
+    scripted: ScriptedEngine, what: str
+) -> None:
+    async with models(scripted, max_models=2) as given:
+        stuck, other = await given.acquire("alpha"), await given.acquire("beta")
+        waiting = given.acquire("gamma")
+        await until(lambda: given.makes_room("alpha"))
+        by_admin = asyncio.create_task(given.load("beta", max_seq_len=1000))
+        await asyncio.sleep(0)
+        if what == "skip_queue":
+            await asyncio.wait_for(given.load("beta", skip_queue=True, max_seq_len=500), 5)
+            assert (other.client.state, stuck.client.state) == ("closed", "ready")
+        else:
+            name = "alpha" if what == "unload" else "beta"
+            await asyncio.wait_for(given.manager.unload(given.manager.resolve(name)), 5)
+            assert (await waiting).client.name == "gamma"
+        # Who had to give way comes to its turn.
+        stuck.release()
+        other.release()
+        (await waiting).release()
+        await by_admin
+        current = given.manager.current
+        assert current is not None
+        assert (current.name, current.settings.model.max_seq_len) == ("beta", 1000)
 
 
 # --- what goes wrong ----------------------------------------------------------------------------------------------
@@ -264,6 +386,100 @@ async def test_a_model_that_dies_leaves_the_others_alone(scripted: ScriptedEngin
         assert await say(alpha.client) == "Hello world"  # once it is back
 
 
+@pytest.mark.usefixtures("instant")
+async def test_one_that_has_failed_is_loaded_again_for_a_request_that_may_load(scripted: ScriptedEngine) -> None:
+    async with models(scripted, max_models=1) as given:
+        await given.load("alpha", max_seq_len=1000)
+        lease = await given.acquire("alpha")
+        lease.client.state = "failed"
+        stuck = await given.acquire("alpha", may_load=False)
+        assert stuck.client is lease.client
+        lease.release()
+        stuck.release()
+        again = (await given.acquire("alpha")).client
+        assert (again.state, again.settings.model.max_seq_len) == ("ready", 1000)
+        assert (given.up, given.unloads) == (["alpha"], ["displaced"])
+
+
+@pytest.mark.usefixtures("instant")
+async def test_one_that_has_failed_comes_back_with_the_settings_that_it_had(scripted: ScriptedEngine) -> None:
+    """Also those that it has got since it was loaded, as by adapters."""
+    async with models(scripted) as given:
+        for name in ("alpha", "beta"):
+            if name == "beta":
+                await given.load("beta")
+            lease = await given.acquire(name)
+            lora = lease.client.settings.lora.model_copy(update={"lora_dir": "elsewhere"})
+            lease.client.settings = lease.client.settings.model_copy(update={"lora": lora})
+            lease.client.state = "failed"
+            lease.release()
+            again = (await given.acquire(name)).client
+            assert again is not lease.client
+            assert (again.settings, again._was_up) == (lease.client.settings, True)
+            await given.manager.unload()
+
+
+@pytest.mark.usefixtures("instant")
+async def test_all_that_made_room_come_back_as_they_were(
+    scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InstantClient, "sizes", {"alpha": 1, "beta": 1, "gamma": 2})
+    async with models(scripted, max_models=3, memory_budget=2, idle_timeout=1000) as given:
+        await given.use("alpha", keep_alive=-1)
+        await given.use("beta")
+        monkeypatch.setattr(InstantClient, "torn", {"gamma"})
+        with pytest.raises(
+            ModelLoadFailed, match=r"^torn\. The previous model alpha is loaded again\. The previous model beta is load"
+        ):
+            await given.use("gamma")
+        statuses = {status.directory.name: status for status in given.manager.statuses()}
+        assert {name: status.state for name, status in statuses.items()} == {
+            "alpha": "loaded", "beta": "loaded", "gamma": "failed",
+        }  # fmt: skip
+        assert statuses["alpha"].idle_in is None
+        assert statuses["beta"].idle_in is not None
+        # One does not come back; the other does, and the one that asks is told of both.
+        given.manager._failures.clear()
+        monkeypatch.setattr(InstantClient, "torn", {"gamma", "alpha"})
+        with pytest.raises(
+            ModelLoadFailed, match=r"alpha could not be loaded again: torn The previous model beta is loaded again\.$"
+        ):
+            await given.use("gamma")
+        assert given.up == ["beta"]
+        assert await given.use("beta") == "beta"
+
+
+@pytest.mark.usefixtures("instant")
+async def test_a_sleeper_that_cannot_wake_does_not_cost_the_others_again_and_again(
+    scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InstantClient, "sizes", {"alpha": 2, "beta": 2})
+    async with models(scripted, max_models=2, memory_budget=3) as given:
+        await given.load("alpha")
+        await given.use("alpha", keep_alive=0)
+        await until(lambda: given.manager.state == "sleeping")
+        await given.use("beta")
+        monkeypatch.setattr(InstantClient, "torn", {"alpha"})
+        for name in (None, "alpha", None):
+            with pytest.raises(ModelLoadFailed, match="torn"):
+                await given.use(name)
+        assert given.unloads == ["idle", "displaced"]
+
+
+async def test_one_that_has_failed_is_not_rolled_back_to(scripted: ScriptedEngine) -> None:
+    script = Script()
+    async with models(scripted, script, max_models=1) as given:
+        await given.load("alpha")
+        lease = await given.acquire("alpha")
+        lease.client.state = "failed"
+        lease.release()
+        script.models["alpha"] = ModelScript(load_error=ErrorRecord(code="model_load_failed", message="torn"))
+        scripted.write(script)
+        with pytest.raises(ModelLoadFailed, match="^torn$"):
+            await given.use("alpha")
+        assert (given.up, given.manager.state) == ([], "failed")
+
+
 async def test_the_end_of_the_server_ends_the_waiting(scripted: ScriptedEngine) -> None:
     async with models(scripted, max_models=1) as given:
         held = await given.acquire("alpha")
@@ -321,6 +537,29 @@ async def test_a_sleeper_keeps_its_place_until_another_needs_it(scripted: Script
         assert given.up == ["gamma", "beta"]
 
 
+@pytest.mark.usefixtures("instant")
+async def test_a_model_is_told_to_sleep_without_being_used(scripted: ScriptedEngine) -> None:
+    async with models(scripted, max_models=2) as given:
+        held = await given.acquire("alpha")
+        for name in ("alpha", "beta"):
+            given.manager.keep(given.manager.resolve(name), 0)
+        await asyncio.sleep(0.01)
+        assert given.up == ["alpha"]
+        held.release()
+        await until(lambda: given.manager.state == "sleeping")
+        assert given.read == ["alpha"]
+
+
+@pytest.mark.usefixtures("instant")
+async def test_a_model_that_is_gone_has_no_alarm(scripted: ScriptedEngine) -> None:
+    async with models(scripted, idle_timeout=1000) as given:
+        held = await given.acquire("alpha")
+        [resident] = given.manager._residents.values()
+        await given.manager.unload()
+        held.release()
+        assert resident._alarm is None
+
+
 # --- names and events ---------------------------------------------------------------------------------------------
 
 
@@ -339,6 +578,30 @@ async def test_aliases_are_names(scripted: ScriptedEngine) -> None:
         assert up is not None
         found = [given.manager.known(name) for name in ("gpt-4o", "author/4.0bpw", "4.0bpw", "alpha")]
         assert found == [up, up, up, None]
+        assert given.manager.name_of(folder) == "author/4.0bpw"
+        scripted.add_model("4.0bpw")  # which is another model
+        assert [given.manager.known(name) for name in ("4.0bpw", "author/4.0bpw")] == [None, up]
+
+
+async def test_the_tag_of_an_alias_may_be_left_out(scripted: ScriptedEngine) -> None:
+    async with models(scripted, aliases={"llama3:latest": "alpha", "qwen": "beta"}) as given:
+        named = [given.manager.resolve(name).name for name in ("llama3:latest", "llama3", "qwen")]
+        assert named == ["alpha", "alpha", "beta"]
+
+
+@pytest.mark.usefixtures("instant")
+async def test_who_does_not_read_the_events_is_dropped(
+    scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backends.model_events.MOST_EVENTS", 3)
+    async with models(scripted) as given:
+        slow = given.manager.events.follow()
+        await given.use("alpha")  # five events
+        events = aiter(slow)
+        assert [(await anext(events)).state for _ in range(3)] == ["loading"] * 3
+        with pytest.raises(ServerBusy, match="not read in time"):
+            await anext(events)
+        assert not given.manager.events._followers
 
 
 @pytest.mark.usefixtures("instant")

@@ -15,11 +15,11 @@ import pytest
 from loguru import logger
 from PIL import Image
 
-from common import fetch
-from common.addresses import IPAddress
+from common import fetch, guarded_get
+from common.addresses import IPAddress, resolve
 from common.config_models import NetworkConfig
 from common.errors import InvalidRequest, Unsupported
-from common.fetch import ImageFetcher, ImageSource, resolve
+from common.fetch import ImageFetcher, ImageSource
 from common.images import decode_image
 from tests.certificates import make_certificate
 from tests.common.test_addresses import NOT_PUBLIC
@@ -146,12 +146,12 @@ async def test_the_address_that_was_checked_is_the_one_that_is_asked(
         raise AssertionError(f"{name!r} is looked up again")
 
     monkeypatch.setattr("socket.getaddrinfo", look_up)
-    monkeypatch.setattr(fetch, "is_public", lambda address: address == LOOPBACK)
-    monkeypatch.setattr(fetch, "is_own", lambda address: False)
-    monkeypatch.setattr(fetch, "PUBLIC_PORTS", (host.port,))
+    monkeypatch.setattr(guarded_get, "is_public", lambda address: address == LOOPBACK)
+    monkeypatch.setattr(guarded_get, "is_own", lambda address: False)
+    monkeypatch.setattr(guarded_get, "PUBLIC_PORTS", (host.port,))
     fetching, names = fetcher((), rebind_test=[LOOPBACK, ip_address("10.0.0.1")])
     assert await fetching.fetch(f"http://rebind.test:{host.port}/", "url") == PNG
-    assert "10.0.0.1" in await refused(fetching, f"http://rebind.test:{host.port}/")
+    assert "10.0.0.1" in await refused(fetching, f"http://rebind.test:{host.port}/?again")
     assert names.asked == ["rebind.test", "rebind.test"]
 
 
@@ -192,17 +192,71 @@ async def test_a_certificate_has_to_name_the_host(tmp_path: Path, monkeypatch: p
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate.certfile, certificate.keyfile)
     trusting = ssl.create_default_context(cafile=str(certificate.certfile))
-    monkeypatch.setattr(fetch, "_certificates", lambda: trusting)
+    monkeypatch.setattr(guarded_get, "_certificates", lambda: trusting)
     async with Host().running(context) as host:
         fetching, _ = fetcher(("pictures.test", "other.test"), other_test=[LOOPBACK])
         assert await fetching.fetch(f"https://pictures.test:{host.port}/", "url") == PNG
         assert "certificate" in await refused(fetching, f"https://other.test:{host.port}/")
-        host.answers["/"] = redirect(f"http://pictures.test:{host.port}/")
-        assert "from https to http" in await refused(fetching, f"https://pictures.test:{host.port}/")
+        host.answers["/moved"] = redirect(f"http://pictures.test:{host.port}/")
+        assert "from https to http" in await refused(fetching, f"https://pictures.test:{host.port}/moved")
 
 
 async def test_the_system_is_asked_for_names() -> None:
     assert await resolve("127.0.0.1", 80) == [LOOPBACK]
+
+
+# --- what is kept ---------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.time = 1000.0
+        monkeypatch.setattr(fetch, "monotonic", lambda: self.time)
+
+
+async def test_a_chat_that_goes_on_needs_its_image_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is some minutes old, and each URL for itself; what is refused is not kept."""
+    clock = Clock(monkeypatch)
+    fetching, _ = fetcher()
+    url = f"http://pictures.test:{host.port}/"
+    for _ in range(3):
+        assert await fetching.load([ImageSource(url, "url")]) == [PNG]
+        clock.time += 0.4 * fetch.KEPT_SECONDS
+    assert len(host.heads) == 1
+    host.answers["/"] = response(b"newer")
+    assert await fetching.fetch(url, "url") == b"newer"
+    assert await fetching.fetch(f"{url}?other", "url") == b"newer"
+    assert len(host.heads) == 3
+    for _ in range(2):
+        assert "404" in await refused(fetching, f"{url}missing")
+    assert len(host.heads) == 5
+    host.answers.clear()
+    assert await fetching.fetch(url, "url") == b"newer"  # which the host has no more
+
+
+@pytest.mark.parametrize("told", ["no-store", "private, No-Cache", "max-age=0, must-revalidate"])
+async def test_an_image_that_changes_all_the_time_is_not_kept(host: Host, told: str) -> None:
+    host.answers["/"] = response(PNG, "Content-Type: image/png", f"Cache-Control: {told}")
+    fetching, _ = fetcher()
+    for _ in range(2):
+        await fetching.fetch(f"http://pictures.test:{host.port}/", "url")
+    assert len(host.heads) == 2
+
+
+async def test_what_is_kept_has_a_limit(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "KEPT_BYTES", 100)
+    headers = ("Content-Type: image/png", "Cache-Control: max-age=60")
+    host.answers = {f"/{size}": response(b"x" * size, *headers) for size in (40, 50, 60, 101)}
+    fetching, _ = fetcher()
+
+    async def asked(size: int) -> bool:
+        before = len(host.heads)
+        assert len(await fetching.fetch(f"http://pictures.test:{host.port}/{size}", "url")) == size
+        return len(host.heads) > before
+
+    assert [await asked(size) for size in (40, 50, 40, 50)] == [True, True, False, False]
+    assert [await asked(size) for size in (60, 40, 60)] == [True, True, False]  # 40 and 50 made room
+    assert [await asked(size) for size in (101, 101)] == [True, True]
 
 
 # --- where nothing is fetched from ----------------------------------------------------------------------------------
@@ -224,7 +278,7 @@ async def test_one_address_that_is_not_public_is_enough(never_connects: list[obj
 
 
 async def test_an_address_of_this_machine(never_connects: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "is_own", lambda address: address == PUBLIC)
+    monkeypatch.setattr(guarded_get, "is_own", lambda address: address == PUBLIC)
     assert "not public" in await refused(fetcher(own_test=[PUBLIC])[0], "http://own.test/")
     assert never_connects == []
 
@@ -336,7 +390,7 @@ async def test_hosts_can_be_allowed_by_address(host: Host) -> None:
 async def test_answers_that_are_refused(
     host: Host, answer: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "MAX_IMAGE_BYTES", 1000)
+    monkeypatch.setattr(guarded_get, "MAX_IMAGE_BYTES", 1000)
     host.answers["/"] = answer
     assert reason in await refused(fetcher()[0], f"http://pictures.test:{host.port}/")
 

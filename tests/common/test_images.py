@@ -12,7 +12,8 @@ from PIL import Image
 
 from common import images
 from common.errors import InvalidRequest
-from common.images import MAX_SCANS, decode_data_url, decode_image, scheme_of
+from common.image_urls import decode_data_url, scheme_of
+from common.images import MAX_SCANS, decode_image
 
 
 def picture(format: str = "PNG", size: tuple[int, int] = (30, 20)) -> bytes:

@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import InvalidRequest
 from common.json_body import read_json
-from common.limits import MAX_BODY_MARKS, MAX_DEPTH
+from common.limits import MAX_BODY_MARKS, MAX_CONTAINERS, MAX_DEPTH
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,14 @@ def test_nesting_is_bounded(opening: bytes, closing: bytes) -> None:
 def test_many_brackets_beside_each_other_are_not_deep() -> None:
     value: Any = [[], {}] * 1000
     assert read_json(json.dumps(value).encode()) == value
+
+
+def test_the_number_of_lists_and_objects_is_bounded() -> None:
+    most = MAX_CONTAINERS - 1  # beside the list that they stand in
+    assert len(read_json(b"[" + b",".join([b"{}"] * most) + b"]")) == most
+    for more in (b",".join([b"{}"] * (most + 1)), b",".join([b"[[]]"] * (most // 2 + 1))):
+        with pytest.raises(InvalidRequest, match="more than 40,000 lists and objects"):
+            read_json(b"[" + more + b"]")
 
 
 def test_the_number_of_values_is_bounded_before_they_are_read() -> None:

@@ -165,6 +165,7 @@ def test_unusual_requests_within_the_limits_are_served(server: RunningServer, pa
             "nested too deeply",
         ),
         (b'{"a":[' + b"{}," * limits.MAX_BODY_MARKS + b"{}]}", "commas and opening brackets"),
+        (json.dumps({"messages": [{"content": [{"text": "x"}] * 1000}] * 100}).encode(), "lists and objects"),
         (b'{"max_tokens":' + b"9" * 5000 + b"}", "cannot be read as JSON"),
         (b'{"temperature": 1e999, "messages": [{"content": "hi"}]}', "temperature"),
         (b'{"temperature": NaN, "messages": [{"content": "hi"}]}', "temperature"),

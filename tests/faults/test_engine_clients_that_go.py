@@ -19,7 +19,7 @@ from tests.scripted_worker import ModelScript, Play, Script
 MANY = 8
 SLOW = Play(when="slow", chunks=["x"] * 1000, delay=0.02)
 READING = Play(when="reading", prefill=[(n, 1000) for n in range(1000)], delay=0.02)
-BUSY, BUSIER = Play(when="busy", busy=0.1), Play(when="long", busy=0.5)
+BUSY, BUSIER = Play(when="busy", busy=0.1), Play(when="long", busy=1.5)
 
 
 @pytest.fixture(scope="module")

@@ -95,9 +95,9 @@ async def test_a_process_that_the_system_does_not_start(scripted: ScriptedEngine
 
 
 @contextmanager
-def loaded_server(engine: ScriptedEngine, script: Script) -> Iterator[RunningServer]:
+def loaded_server(engine: ScriptedEngine, script: Script, **model: object) -> Iterator[RunningServer]:
     engine.write(script)
-    with running_server(engine).running() as server:
+    with running_server(engine, model=model).running() as server:
         server.load("alpha")
         yield server
 
@@ -147,6 +147,21 @@ def test_an_engine_that_is_given_up_is_reported_until_a_model_is_loaded(
         assert server.http.get("/ready").status_code == 200
         parameters = server.http.get("/v1/model").json()["parameters"]
         assert (parameters["engine_state"], parameters["engine_failure"]) == ("ready", None)
+
+
+@pytest.mark.parametrize("name", [None, "alpha"])
+def test_where_requests_load_models_they_load_one_that_was_given_up(
+    scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    monkeypatch.setattr("backends.process_client.RESTART_DELAYS", (0.0,))
+    with loaded_server(scripted, Script(plays=PLAYS), inline_model_loading=True) as server:
+        scripted.write(Script(models={"alpha": ModelScript(load_error=NO_MEMORY)}))
+        body = {"prompt": "die", "model": name}
+        assert server.http.post("/v1/completions", json=body).status_code == 500
+        eventually(lambda: server.manager.state == "failed")
+        scripted.write(Script(plays=PLAYS))
+        response = server.http.post("/v1/completions", json={"prompt": "hi", "model": name})
+        assert (response.status_code, response.json()["choices"][0]["text"]) == (200, "alive")
         assert complete(server, "hi") == "alive"
 
 

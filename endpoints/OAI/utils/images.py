@@ -20,7 +20,7 @@ from backends.messages import ModelInfo
 from common.errors import InvalidRequest, Unsupported
 from common.fetch import ImageFetcher, ImageSource
 from common.generation import ImageInput, TextSpan
-from common.images import MAX_REQUEST_BYTES
+from common.image_urls import MAX_REQUEST_BYTES
 from endpoints.OAI.types.message import ChatMessage
 
 _DIGEST_BYTES: Final = 16

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Annotated, Final, TypeAlias
 
 from pydantic import BeforeValidator
 
 FOREVER: Final = -1.0
+# From so many seconds on, a hundred years, it is for ever: clocks and dates do not reach much further.
+_EVER: Final = 100 * 365 * 86_400
 # Go's durations: numbers with units, one after the other.
 _PART: Final = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
 _DURATION: Final = re.compile(rf"([+-]?)((?:{_PART.pattern})+|\d+\.?\d*)")
@@ -19,9 +20,9 @@ def _keep_alive(value: object) -> object:
     """Seconds."""
     if isinstance(value, str):
         value = _seconds(value.strip())
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:  # which is "not a number"
         raise ValueError("should be seconds, or a duration such as 5m")
-    return FOREVER if value < 0 else float(value)
+    return float(value) if 0 <= value < _EVER else FOREVER
 
 
 def _seconds(text: str) -> float | None:

@@ -160,10 +160,10 @@ def _embedding_models(state: ServerState) -> dict[str, EmbeddingClient]:
 async def shown(state: ServerState, directory: Path, name: str) -> ModelShown:
     """What there is to know of a model, more of one that is loaded."""
     embedding = _embedding_models(state).get(name)
-    client = state.manager.known(directory.name)
+    client = state.manager.client_of(directory)
     if embedding is not None:
         knowledge = _Knowledge(["embedding"], embedding.info.max_seq_len)
-    elif client is not None and client.directory == directory:
+    elif client is not None:
         knowledge = await _known(state, client)
     else:
         model = merge_load_settings(state.settings, model_directory=directory, request={}).model
@@ -270,16 +270,18 @@ class _Up(NamedTuple):
 
 async def running(request: Request, state: ServerState) -> list[RunningModel]:
     """Those that are up, of the models that the caller may know of."""
-    directories = dict.fromkeys(visible_folders(request, state).values())
-    statuses = [state.manager.status(directory) for directory in directories]
-    up = [_up(state.shown_model(status.directory.name), status) for status in statuses if status.state == "loaded"]
-    for name, client in _embedding_models(state).items():
-        on_gpu = client.info.device.startswith("cuda")
-        up.append(_Up(name, client.directory, client.info.max_seq_len or 0, on_gpu))
+    up: list[_Up] = []
+    for name, directory in visible_folders(request, state).items():
+        status, client = state.manager.status(directory), state.manager.client_of(directory)
+        if client is not None and status.state == "loaded":
+            up.append(_up(name, client, status))
+    for name, embedder in _embedding_models(state).items():
+        on_gpu = embedder.info.device.startswith("cuda")
+        up.append(_Up(name, embedder.directory, embedder.info.max_seq_len or 0, on_gpu))
     return await asyncio.to_thread(lambda: [model.listed() for model in up])
 
 
-def _up(client: EngineClient, status: ModelStatus) -> _Up:
+def _up(name: str, client: EngineClient, status: ModelStatus) -> _Up:
     info = loaded_info(client)
-    left = NEVER if status.idle_in is None else timedelta(seconds=status.idle_in)
-    return _Up(client.name, client.directory, info.max_seq_len, info.device == "cuda", status.memory, left)
+    left = NEVER if status.idle_in is None else timedelta(seconds=min(status.idle_in, NEVER.total_seconds()))
+    return _Up(name, client.directory, info.max_seq_len, info.device == "cuda", status.memory, left)

@@ -11,9 +11,9 @@ import json
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
 
-import httpx
 from fastapi import Request
 
 from common.errors import ErrorRecord, InvalidRequest, ServerError, Unsupported
@@ -24,6 +24,9 @@ from endpoints.Responses.utils.begin import new_response
 from endpoints.Responses.utils.codec import failed
 from endpoints.Responses.utils.prepared import PreparedRequest
 from endpoints.Responses.utils.store import ResponseStore, StoredResponse
+
+if TYPE_CHECKING:
+    import httpx
 
 _HOP_BY_HOP: Final = frozenset({"connection", "content-length", "expect", "transfer-encoding"})
 
@@ -78,6 +81,8 @@ async def begin_run(request: Request, store: ResponseStore, asked: PreparedReque
     Raises:
         Unsupported: it is larger, with all that it goes on from, than all responses together may be.
     """
+    import httpx  # here, as in `common.fetch`
+
     body, chat = asked.body, asked.chat
     queued = new_response(body, chat.body, chat.tools, model=body.model or "", status="queued", store=True)
     stored = store.put(owner, queued, asked.items, asked.previous)
@@ -99,7 +104,7 @@ async def _run(
 ) -> None:
     _CURRENT.set(run)
     answer = await transport.handle_async_request(message)
-    if answer.status_code >= httpx.codes.BAD_REQUEST:
+    if answer.status_code >= HTTPStatus.BAD_REQUEST:
         told = json.loads(await answer.aread())["error"]
         error = ServerError.from_record(ErrorRecord(code=told["code"], message=told["message"]))
         store.update(run.stored, failed(run.stored.response, error))

@@ -17,6 +17,9 @@ class LoraCard(BaseModel):
     created: int
     owned_by: str = "Waypoint"
     scaling: float | None = None  # None: not applied
+    error: str | None = Field(
+        None, description="Why the model is without it, though it had it before its engine was started again."
+    )
 
 
 class LoraList(BaseModel):

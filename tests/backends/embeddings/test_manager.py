@@ -138,7 +138,19 @@ async def test_a_process_that_dies_and_one_whose_gpu_fails_come_back(model_dir: 
         while manager.loaded["one"].state == "ready":
             await asyncio.sleep(0.01)
         assert await embed(manager, "abc") == vector("abc")
-        assert back == [True, True]
+        asked = asyncio.create_task(embed(manager, "HANG"))
+        while not manager.loaded["one"].running:
+            await asyncio.sleep(0.01)
+        process = manager.loaded["one"]._process
+        assert process is not None
+        process.kill()
+        with pytest.raises(
+            EngineFailed, match=r"was killed from outside .*embeddings\.embeddings_batch_tokens"
+        ) as caught:
+            await asked
+        assert "cache" not in caught.value.message  # such models have none
+        assert await embed(manager, "abc") == vector("abc")
+        assert back == [True, True, True]
 
 
 @pytest.mark.slow
@@ -193,6 +205,10 @@ async def test_models_are_loaded_on_demand_and_at_start(model_dir: Path, log_lin
                 await embed(manager, "abc", name)
             assert raised.value.param == "model"
         assert list(manager.loaded) == ["one"]
+        failed = manager.loaded["one"]
+        failed.state = "failed"  # it was given up
+        assert await embed(manager, "abc", "one") == vector("abc")
+        assert manager.loaded["one"] is not failed
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def limit_checkpoints(container: ExllamaV3Container, count: int) -> None:
     generator.recurrent_cache.max_size = count * info.bytes
 
 
-@pytest.mark.parametrize("edits", [35, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("edits", [15, pytest.param(100, marks=pytest.mark.slow)])
 async def test_figures_hold_on_a_hybrid_with_a_small_cache_and_few_checkpoints(tiny_hybrid: Path, edits: int) -> None:
     small: dict[str, Any] = {"cache_size": 2048, "max_seq_len": 2048, "chunk_size": CHUNK}
     async with loaded(tiny_hybrid, recurrent_checkpoint_interval=512, **small) as container:
@@ -132,7 +132,7 @@ async def test_figures_hold_on_a_hybrid_with_a_small_cache_and_few_checkpoints(t
     assert any(0 < explanation.replayed_tokens < explanation.matched_tokens for explanation in explanations)
 
 
-@pytest.mark.parametrize("edits", [24, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("edits", [10, pytest.param(60, marks=pytest.mark.slow)])
 async def test_figures_hold_with_pages_in_host_ram(tiny_hybrid: Path, edits: int) -> None:
     small: dict[str, Any] = {"cache_size": 1536, "max_seq_len": 1536, "chunk_size": CHUNK}
     memory = MemoryConfig(sysmem_kv_cache=1)
@@ -143,7 +143,7 @@ async def test_figures_hold_with_pages_in_host_ram(tiny_hybrid: Path, edits: int
     assert any(explanation.ram_tokens for explanation in explanations)
 
 
-@pytest.mark.parametrize("edits", [15, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("edits", [8, pytest.param(40, marks=pytest.mark.slow)])
 async def test_figures_hold_with_pages_on_disk(tiny_hybrid: Path, tmp_path: Path, edits: int) -> None:
     small: dict[str, Any] = {"cache_size": 1536, "max_seq_len": 1536, "chunk_size": CHUNK}
     memory = MemoryConfig(sysmem_kv_cache=1, disk_cache_dir=str(tmp_path), disk_cache_checkpoint_interval=0)

@@ -29,6 +29,11 @@ ADAPTER: TypeAdapter[float] = TypeAdapter(KeepAlive)
         ("-1", FOREVER),
         ("-1m", FOREVER),
         (" 5m ", 300.0),
+        ("876000h", FOREVER),  # a hundred years
+        (1e300, FOREVER),
+        (10**400, FOREVER),
+        (-(10**400), FOREVER),
+        ("9" * 400 + "s", FOREVER),
     ],
 )
 def test_durations(given: object, seconds: float) -> None:

@@ -30,12 +30,17 @@ def same(item: dict[str, Any]) -> dict[str, Any]:
 def test_an_answer(server: RunningServer) -> None:
     with server.openai() as client:
         response = client.responses.create(
-            model="gpt-4.1", input="COUNT", temperature=0.5, metadata={"topic": "numbers"}, max_output_tokens=100
+            model="gpt-4.1",
+            input="COUNT",
+            temperature=0.5,
+            metadata={"topic": "numbers"},
+            max_output_tokens=100,
+            truncation="auto",
         )
     assert response.output_text == "one two three"
     assert (response.status, response.incomplete_details, response.error) == ("completed", None, None)
     assert (response.model, response.temperature, response.max_output_tokens) == ("alpha", 0.5, 100)
-    assert response.metadata == {"topic": "numbers"}
+    assert (response.metadata, response.truncation) == ({"topic": "numbers"}, "disabled")
     assert response.id.startswith("resp_")
     assert response.output[0].id is not None
     assert response.output[0].id.startswith("msg_")
@@ -367,6 +372,11 @@ UNENFORCEABLE = {**LS, "strict": True, "parameters": {"properties": {"x": {"type
         ({"input": "x", "top_logprobs": 21}, "top_logprobs", "invalid_request"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id", "previous_response_not_found"),
         ({"input": "x" * 5000}, None, "context_length_exceeded"),
+        (
+            {"input": [{"role": "user", "content": "x" * 2500}] * 2, "truncation": "auto"},
+            None,
+            "context_length_exceeded",
+        ),
         ({"input": "x", "background": True, "store": False}, "background", "invalid_request"),
         ({"input": "x", "background": True, "stream": True}, "stream", "unsupported"),
     ],

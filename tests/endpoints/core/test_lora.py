@@ -16,12 +16,16 @@ from tests.serving import served
 
 REFUSED = {"elsewhere": "The adapter elsewhere does not fit alpha.", "broken": "The adapter broken is incomplete."}
 # `SLOW` runs long enough for a change to come meanwhile.
-PLAYS = [Play(when="SLOW", chunks=["a"] * 5, delay=0.1)]
+PLAYS = [Play(when="SLOW", chunks=["a"] * 5, delay=0.1), Play(when="CRASH", crash_after=0)]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    engine = ScriptedEngine(tmp_path_factory.mktemp("server"))
+def engine(tmp_path_factory: pytest.TempPathFactory) -> ScriptedEngine:
+    return ScriptedEngine(tmp_path_factory.mktemp("server"))
+
+
+@pytest.fixture(scope="module")
+def server(engine: ScriptedEngine) -> Iterator[RunningServer]:
     engine.add_model("alpha")
     engine.write(Script(plays=PLAYS, models={"alpha": ModelScript(refused_loras=REFUSED)}))
     lora_dir = engine.root / "loras"
@@ -130,6 +134,23 @@ def test_a_request_in_flight_is_finished_before_a_change(server: RunningServer) 
     assert server.idle()
     asking.join()
     assert answers[0]["choices"][0]["text"] == "aaaaa"
+
+
+def test_an_adapter_that_was_lost_in_a_crash_is_told_of(server: RunningServer, engine: ScriptedEngine) -> None:
+    lost = {"poet": "There is no adapter 'poet'."}
+    load(server, {"name": "poet"}, {"name": "clerk"})
+    engine.write(Script(plays=PLAYS, models={"alpha": ModelScript(refused_loras=lost)}))
+    assert server.http.post("/v1/completions", json={"prompt": "CRASH"}).status_code == 500
+    assert server.http.post("/v1/completions", json={"prompt": "hi"}).status_code == 200
+    for path in ("/v1/lora", "/v1/loras"):
+        cards = server.http.get(path).json()["data"]
+        assert [(card["id"], card["scaling"], card["error"]) for card in cards] == [
+            ("clerk", 1.0, None),
+            ("poet", None, lost["poet"]),
+        ]
+    parameters = server.http.get("/v1/model").json()["parameters"]
+    assert parameters["loras"] == [{"name": "clerk", "scaling": 1.0}]
+    assert any("without the adapter poet" in warning for warning in parameters["warnings"])
 
 
 def test_without_a_model_there_is_nothing_to_apply_to(empty_server: RunningServer) -> None:

@@ -8,11 +8,13 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
 import pytest
 
+from common.errors import ErrorRecord
 from tests.endpoints.running import RunningServer, eventually, running_server
 from tests.scripted import ScriptedEngine
 from tests.scripted_worker import ModelScript, Play, Script
@@ -164,11 +166,47 @@ def test_without_inline_loading_a_name_only_picks_among_the_loaded(scripted: Scr
         assert [model_of(server, model=name) for name in ("beta", "gpt-4o", "none-such")] == ["beta", "beta", "alpha"]
 
 
+def test_names_that_could_be_those_of_two_models(scripted: ScriptedEngine) -> None:
+    for name in ("author/4.0bpw", "4.0bpw"):
+        scripted.add_model(name)
+    scripted.write(Script())
+    model = {
+        "inline_model_loading": True,
+        "max_models": 4,
+        "aliases": {"alpha": "beta", "small:latest": "author/4.0bpw"},
+        "use_dummy_models": True,
+        "dummy_model_names": ["any:latest"],
+    }
+    with running_server(scripted, model=model, network={"api_servers": ["oai", "ollama"]}).running() as server:
+        assert model_of(server, model="alpha") == "beta"  # an alias comes before a folder
+        assert states(server.http)["alpha"] == "loaded"
+        server.http.post("/api/generate", json={"model": "small"})
+        known = states(server.http)
+        # The last part of a path is a name only where it is not that of a folder.
+        assert {name: known[name] for name in ("author/4.0bpw", "4.0bpw")} == {
+            "author/4.0bpw": "loaded", "4.0bpw": "unloaded",
+        }  # fmt: skip
+        model_of(server, model="4.0bpw")
+        assert server.manager.loaded == 3
+        assert model_of(server, model="any") == model_of(server, model="any:latest") == "4.0bpw"
+        shown = server.http.post("/api/show", json={"model": "small:latest"})
+        assert shown.status_code == 200
+        up = server.http.get("/api/ps").json()["models"]
+        assert {each["name"] for each in up} == {"beta:latest", "author/4.0bpw:latest", "4.0bpw:latest"}
+        server.http.post("/api/generate", json={"model": "small", "keep_alive": 0})
+        eventually(lambda: states(server.http)["author/4.0bpw"] == "sleeping")
+        assert server.manager.loaded == 2
+        chosen = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}], "keep_alive": 1e300}
+        assert server.http.post("/api/chat", json=chosen).status_code == 200
+        assert server.http.get("/api/ps").status_code == 200
+
+
 # --- waiting ------------------------------------------------------------------------------------------------------
 
 
 def test_a_stream_shows_life_while_its_model_is_loaded(scripted: ScriptedEngine) -> None:
-    scripted.write(Script(models={"beta": ModelScript(load_seconds=2.5)}))
+    torn = ModelScript(load_seconds=1.5, load_error=ErrorRecord(code="model_load_failed", message="torn"))
+    scripted.write(Script(models={"beta": ModelScript(load_seconds=2.5), "alpha": torn}))
     model = {"inline_model_loading": True, "model_dir": str(scripted.model_dir)}
     with running_server(scripted, model=model).running() as server:
         ready = server.anonymous.get("/ready")
@@ -179,6 +217,51 @@ def test_a_stream_shows_life_while_its_model_is_loaded(scripted: ScriptedEngine)
         assert lines[0].startswith(": ping")
         assert lines[-1] == "data: [DONE]"
         assert any('"model":"beta"' in line for line in lines)
+        # One that fails is told in the stream that has begun, which ends in order; and what was there is back.
+        with server.http.stream("POST", "/v1/chat/completions", json=body | {"model": "alpha"}) as response:
+            told, done = [line for line in response.iter_lines() if line.startswith("data: ")]
+        assert (response.status_code, done) == (200, "data: [DONE]")
+        error = json.loads(told.removeprefix("data: "))["error"]
+        assert (error["code"], error["message"]) == (
+            "model_load_failed", "torn. The previous model beta is loaded again.",
+        )  # fmt: skip
+        assert states(server.http) == {"beta": "loaded", "alpha": "failed"}
+
+
+@pytest.mark.slow
+def test_models_are_swapped_for_many_who_may_leave(scripted: ScriptedEngine) -> None:
+    names = [scripted.add_model(name).name for name in ("gamma", "delta")] + ["alpha", "beta"]
+    plays = [Play(when="SLOW", chunks=["a", "b", "c"], delay=0.02)]
+    scripted.write(Script(plays=plays, models={name: ModelScript(load_seconds=0.05) for name in names}))
+    network = {"api_servers": ["oai", "ollama"]}
+    model = {"inline_model_loading": True, "max_models": 2}
+    with running_server(scripted, model=model, network=network).running() as server:
+
+        def client(seed: int) -> None:
+            random = Random(seed)
+            for _ in range(8):
+                name = random.choice(names)
+                body = {"messages": [{"role": "user", "content": "SLOW"}], "model": name, "stream": True}
+                lines: list[str] = []
+                with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+                    assert response.status_code == 200
+                    for line in response.iter_lines():
+                        lines.append(line)
+                        if random.random() < 0.03:
+                            break  # and the connection is closed
+                    else:
+                        assert lines[-2:] == ["data: [DONE]", ""]
+                        assert "".join(lines).count('"content":"') >= 3
+                data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+                assert {each["model"] for each in data} <= {name}
+                if random.random() < 0.2:
+                    server.http.post("/api/generate", json={"model": random.choice(names), "keep_alive": 0})
+
+        with ThreadPoolExecutor(6) as threads:
+            list(threads.map(client, range(6)))
+        eventually(lambda: all(status["requests"] == 0 for status in cards(server.http).values()))
+        assert server.manager.loaded <= 2
+        assert server.manager._waiters == []
 
 
 def test_a_model_sleeps_and_a_request_wakes_it(scripted: ScriptedEngine) -> None:
