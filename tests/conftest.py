@@ -150,8 +150,26 @@ def tiny_conv(make_once: MakeOnce) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_exl3(make_once: MakeOnce, tiny_llama: Path) -> Path:
+    """The Llama in EXL3; its folder `decoded` is the same unquantised."""
+    from tests.exl3 import make_exl3
+
+    return make_once("tiny_llama-exl3", lambda folder: make_exl3(folder, tiny_llama))
+
+
+@pytest.fixture(scope="session")
 def tiny_moe(make_once: MakeOnce) -> Path:
     return make_once("tiny-moe", models.make_moe)
+
+
+@pytest.fixture(scope="session")
+def tiny_nemotron_h(make_once: MakeOnce) -> Path:
+    return make_once("make_nemotron_h", models.make_nemotron_h)
+
+
+@pytest.fixture(scope="session")
+def tiny_kimi_linear(make_once: MakeOnce) -> Path:
+    return make_once("make_kimi_linear", models.make_kimi_linear)
 
 
 @pytest.fixture(scope="session")

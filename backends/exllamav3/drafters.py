@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from backends.exllamav3.engine import DEVICE, Config, Linear, Model, Tokenizer
+from backends.exllamav3.engine import Config, Linear, Model, Tokenizer
 from common.config_models import DraftModelConfig
-from common.errors import InvalidRequest, Unsupported
+from common.errors import InvalidRequest
 
-# Layers that draft token by token with a kernel that the CPU has not.
-STEPWISE_ON_GPU_ONLY: Final = frozenset({"GatedDeltaNet", "Mamba2"})
 # Of all tokens, those that may be other texts for the draft model: control tokens that nobody uses.
 MOST_DIFFERING: Final = 0.01
 
@@ -85,13 +83,6 @@ def check_pair(drafter: Model, model: Model, param: str, *, tensor_parallel: boo
         raise InvalidRequest(
             "This drafter reads the model's own cache, which tensor_parallel spreads over processes. Use another one, "
             "or turn model.tensor_parallel off.",
-            param=param,
-        )
-    stepwise = not (drafter.caps.get("mtp_draft") or drafter.caps.get("dflash_draft"))
-    if DEVICE == "cpu" and stepwise and STEPWISE_ON_GPU_ONLY & {type(module).__name__ for module in drafter}:
-        raise Unsupported(
-            "The CPU kernels cannot draft with a model that has Gated DeltaNet or Mamba layers. Use another draft "
-            "model, or another draft_model.draft_mode.",
             param=param,
         )
     if drafter.caps.get("mtp_draft") and drafter.caps.get("recurrent_states"):

@@ -154,6 +154,7 @@ __all__ = [
     "TopPSampler",
     "check_engine_version",
     "check_host_memory",
+    "check_kernels",
     "device_bytes",
     "dry_sequence_breaker_tokens",
     "gpu_count",
@@ -211,6 +212,12 @@ def set_cache_root(root: bytes | None) -> None:
 
 
 set_cache_root(None)
+
+
+def check_kernels(model: Model, name: str, param: str | None = None) -> None:
+    """Raise Unsupported for a model that this machine cannot run, since it has no GPU; no weight is needed for that."""
+    if DEVICE == "cpu":
+        cpu.check(model, name, param)
 
 
 def token_tensor(tokens: list[int]) -> Tensor:

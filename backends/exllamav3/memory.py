@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from backends.exllamav3.engine import DEVICE, Cache
-from backends.exllamav3.model_files import WEIGHTS
+from backends.exllamav3.engine import DEVICE, Cache, check_host_memory
+from backends.exllamav3.model_files import WEIGHTS, read_tensors
+from common.errors import ModelLoadFailed
 
-# Bytes of memory for each byte of a file with weights. The engine keeps them as they are stored, or halves those in
-# fp32; the CPU kernels put an fp32 copy beside each matrix in fp16 (cpu/linear.py).
-WEIGHT_COPIES: Final = 3 if DEVICE == "cpu" else 1
+# A word of a trellis, (in / 16, out / 16, words of a tile), is of 16 bits, as is a weight once it is decoded.
+TILE_WEIGHTS: Final = 16 * 16
+WORD_BYTES: Final = 2
 
 
 def estimated_bytes(directories: Iterable[Path], caches: Iterable[Cache]) -> int:
@@ -23,6 +25,35 @@ def estimated_bytes(directories: Iterable[Path], caches: Iterable[Cache]) -> int
         directories: of the model, and of the drafter if it is one of its own.
         caches: theirs.
     """
-    weights = sum(path.stat().st_size for directory in directories for path in directory.glob(WEIGHTS))
+    weights = sum(_in_memory(path) for directory in directories for path in directory.glob(WEIGHTS))
     layers = [layer for cache in caches for layer in (*cache.layers.values(), *cache.recurrent_layers.values())]
-    return weights * WEIGHT_COPIES + sum(int(layer.storage_size()) for layer in layers)
+    return weights + sum(int(layer.storage_size()) for layer in layers)
+
+
+def _in_memory(path: Path) -> int:
+    """Bytes of the weights in a file.
+
+    On the CPU, where too much of it has the system kill the process: those in EXL3 are decoded (cpu/exl3.py), and those
+    in fp32 halved when they are loaded.
+    """
+    size = path.stat().st_size
+    if DEVICE == "cpu":
+        for name, tensor in read_tensors(path).items():
+            match tensor["shape"]:
+                case [rows, columns, words] if name.endswith(".trellis"):
+                    size += rows * columns * (TILE_WEIGHTS - words) * WORD_BYTES
+                case shape if tensor["dtype"] == "F32":
+                    size -= math.prod(shape) * WORD_BYTES
+    return size
+
+
+def check_memory(name: str, needed: int) -> None:
+    """Raise ModelLoadFailed for a model that the memory of a machine without a GPU has no room for.
+
+    Args:
+        needed: bytes, see `estimated_bytes()`.
+    """
+    try:
+        check_host_memory(needed, name)
+    except RuntimeError as error:
+        raise ModelLoadFailed(f"{error} Or load the model with a smaller cache_size or max_seq_len.") from error

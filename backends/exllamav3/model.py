@@ -35,6 +35,7 @@ from backends.exllamav3.engine import (
     Config,
     Model,
     Tokenizer,
+    check_kernels,
     device_bytes,
     gpu_count,
     release_memory,
@@ -45,7 +46,7 @@ from backends.exllamav3.engine import (
 from backends.exllamav3.generation import EngineJob, Limits, PromptJob, Served, explain_request, start_job
 from backends.exllamav3.jobs import CheckpointLedger
 from backends.exllamav3.lora import ModelAdapters
-from backends.exllamav3.memory import estimated_bytes
+from backends.exllamav3.memory import check_memory, estimated_bytes
 from backends.exllamav3.model_files import check_complete, check_files, read_object
 from backends.exllamav3.options import (
     check_shared_chunk,
@@ -75,6 +76,7 @@ DEFAULT_DRAFT_TOKENS = 4
 # Lowest CUDA compute capability that the engine's kernels are written for (Ampere).
 LOWEST_COMPUTE_CAPABILITY = 8
 LEGACY_CACHE_MODES = {"Q4": (4, 4), "Q6": (6, 6), "Q8": (8, 8)}
+CACHE_GROUP = 32  # values that a quantised cache scales together
 # Quantisations of other engines; their folders look like models but hold nothing that this one can read.
 FOREIGN_QUANTISATIONS = frozenset({"exl2", "gptq", "awq", "bitsandbytes", "gguf"})
 
@@ -141,6 +143,7 @@ class ExllamaV3Container:
         self._check_devices()
         self.config.infer_params.moe_cpu_offload = model_settings.cpu_moe_offload_layers
         self.model = Model.from_config(self.config)
+        check_kernels(self.model, directory.name)
         self.tokenizer, self.add_bos = _read_tokenizer(self.config, directory)
         self.encoder = PromptEncoder(self.tokenizer)
         self.eos_token_ids: list[int] = list(self.config.eos_token_id_list)
@@ -157,9 +160,11 @@ class ExllamaV3Container:
 
         window = max(self.draft.window if self.draft else 0, settings.draft_model.hybrid_draft_tokens)
         check_window(window, self.dimensions.cache_size, settings.draft_model)
-        self.cache = self._new_cache(self.model, model_settings.cache_mode, window)
+        self.cache = self._new_cache(self.model, model_settings.cache_mode, window, "model.cache_mode")
         self.draft_cache = (
-            self._new_cache(self.draft.model, settings.draft_model.draft_cache_mode, window)
+            self._new_cache(
+                self.draft.model, settings.draft_model.draft_cache_mode, window, "draft_model.draft_cache_mode"
+            )
             if self.draft and self.draft.model
             else None
         )
@@ -319,6 +324,7 @@ class ExllamaV3Container:
         tokens = self.settings.draft_model.draft_num_tokens
         window = tokens or model.caps.get("default_draft_size", DEFAULT_DRAFT_TOKENS)
         param = "draft_model.draft_model_name" if mode == "model" else "draft_model.draft_mode"
+        check_kernels(model, name, param)
         check_pair(model, self.model, param, tensor_parallel=self._tensor_parallel)
         return Draft(mode, name, model, tokens, window=window)
 
@@ -338,6 +344,7 @@ class ExllamaV3Container:
                 "draft_model.draft_mode, or none."
             )
             return None
+        check_kernels(tower, f"The vision tower of {self.directory.name}", "model.vision")
         return Vision(tower, self.tokenizer, self.settings.memory.sysmem_image_cache * MIB)
 
     def _draft_options(self) -> dict[str, Any]:
@@ -350,7 +357,7 @@ class ExllamaV3Container:
         self.warnings += advice
         return options
 
-    def _new_cache(self, model: Model, mode: str, history: int) -> Cache:
+    def _new_cache(self, model: Model, mode: str, history: int, param: str) -> Cache:
         sizes: dict[str, Any] = {
             "max_num_tokens": self.dimensions.cache_size,
             "max_batch_size": self.dimensions.max_batch_size,
@@ -359,18 +366,19 @@ class ExllamaV3Container:
         if self.settings.model.recurrent_dtype == "fp32":
             sizes["recurrent_dtype"] = FLOAT32
         bits = _cache_bits(mode)
-        if bits is not None and DEVICE == "cpu":
-            self.warnings.append(f"cache_mode {mode}: the CPU kernels keep the cache unquantised.")
-            bits = None
         if bits is None:
             return Cache(model, layer_type=CacheLayer_fp16, **sizes)
-        return Cache(model, layer_type=CacheLayer_quant, k_bits=bits[0], v_bits=bits[1], **sizes)
+        cache = Cache(model, layer_type=CacheLayer_quant, k_bits=bits[0], v_bits=bits[1], **sizes)
+        _check_groups(cache, mode, param)
+        return cache
 
     # --- life ---------------------------------------------------------------------------------------------------
 
     def load(self) -> Iterator[LoadProgress]:
         """Read the weights, the tower's and the drafter's first. Yields after every module."""
         self.tiers.check_memory()
+        if DEVICE == "cpu":
+            check_memory(self.directory.name, self.memory_bytes())
         if self.vision is not None:
             yield from _progress("vision", self.vision.load(self._placed()))
         split = self.settings.draft_model.draft_gpu_split
@@ -639,11 +647,6 @@ def _check_quantisation(config: Config, name: str) -> None:
             f"{name} is quantised as {method}, which ExLlamaV3 cannot read. Use an EXL3 quantisation or the "
             "unquantised model."
         )
-    if DEVICE == "cpu" and method == "exl3":
-        raise Unsupported(
-            f"{name} is quantised as exl3; the CPU kernels have no exl3 matrix product yet. Use a CUDA GPU, or the "
-            "unquantised model."
-        )
 
 
 def _read_tokenizer(config: Config, directory: Path) -> tuple[Tokenizer, bool]:
@@ -672,6 +675,17 @@ def _cache_bits(mode: str) -> tuple[int, int] | None:
         return None
     keys, values = mode.split(",")
     return int(keys), int(values)
+
+
+def _check_groups(cache: Cache, mode: str, param: str) -> None:
+    """Raise InvalidRequest where a token's keys do not fill groups: the engine would fail in the first request."""
+    for layer in cache.layers.values():
+        if isinstance(layer, CacheLayer_quant) and layer.token_dim % CACHE_GROUP:
+            raise InvalidRequest(
+                f"{param} {mode} does not fit this model: it packs {CACHE_GROUP} values together, and a token's keys "
+                f"are {layer.token_dim}. Set it to FP16.",
+                param=param,
+            )
 
 
 def _placement(split: list[float] | None, reserve: list[float] | None) -> dict[str, Any]:

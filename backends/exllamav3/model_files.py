@@ -34,7 +34,7 @@ def check_files(directory: Path) -> None:
         if (directory / name).exists():
             read_object(directory / name)
     complete = not _missing_weights(directory)  # reads the index
-    tensors = [name for path in sorted(directory.glob(WEIGHTS)) for name in _check_weights(path)]
+    tensors = [name for path in sorted(directory.glob(WEIGHTS)) for name in read_tensors(path)]
     if complete:
         _check_layers(directory / CONFIG, config, tensors)
 
@@ -106,8 +106,12 @@ def _check_layers(path: Path, config: dict[str, Any], tensors: list[str]) -> Non
             raise _damaged(path, f"says {field} {layers}, but there are weights for {len(numbers)} at most")
 
 
-def _check_weights(path: Path) -> list[str]:
-    """The names of the tensors in a file."""
+def read_tensors(path: Path) -> dict[str, Any]:
+    """What a file with weights says of its tensors, by their names: dtype, shape and where each lies in it.
+
+    Raises:
+        InvalidRequest: the file is cut off or damaged.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -126,7 +130,7 @@ def _check_weights(path: Path) -> list[str]:
     for name, tensor in header.items():
         if not _fits(tensor, room):
             raise _damaged(path, f"is cut off or damaged: the tensor {name} lies outside of it")
-    return list(header)
+    return header
 
 
 def _fits(tensor: Any, room: int) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from backends.exllamav3.engine import DEVICE, ENGINE_VERSION, Cache, Generator, Model
+from backends.exllamav3.engine import ENGINE_VERSION, Cache, Generator, Model
 from common.config_models import DraftModelConfig, ModelConfig
 from common.errors import InvalidRequest
 
@@ -93,10 +93,7 @@ def draft_options(
 
     if settings.ngram_corpus:
         _check_corpus(Path(settings.ngram_corpus), settings.draft_mode, directory)
-        if DEVICE == "cpu":
-            advice.append("draft_model.ngram_corpus is left out: the CPU kernels do not draft from a corpus.")
-        else:
-            options["ngram_corpus"] = settings.ngram_corpus
+        options["ngram_corpus"] = settings.ngram_corpus
     if changed(settings, "draft_confidence"):
         if drafter is not None and settings.dynamic_draft:
             options["draft_confidence"] = settings.draft_confidence
@@ -153,7 +150,7 @@ def _check_corpus(path: Path, draft_mode: str, directory: Path) -> None:
                 "this model's.",
                 param=param,
             )
-    if DEVICE != "cpu" and importlib.util.find_spec("zstandard") is None:
+    if importlib.util.find_spec("zstandard") is None:
         raise InvalidRequest(
             f"{param} needs the package zstandard. Install it with: pip install zstandard", param=param
         )

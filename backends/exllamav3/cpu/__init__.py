@@ -3,14 +3,15 @@
 `install()` runs once, before anything imports `exllamav3`. The kernels are in one file a family; `extension.py` puts
 them together, `install.py` lists everything that is replaced in the engine itself.
 
-Arithmetic is fp32 throughout, keys and values are kept in fp32, and a matrix product of one or two rows runs in fp16,
-where half the bytes are twice the speed. Not covered: EXL3-quantised weights, a quantised key/value cache, KDA and
-Mamba2 layers, vision towers other than Qwen's, n-gram drafts from a corpus.
+Arithmetic is fp32 throughout, and so are activations, and keys and values unless `cache_mode` packs them. Weights are
+held once, in 16 bits (`linear.py`). What is not covered stands in `coverage.py`,
+whose `check()` refuses models that need it.
 
 libgomp keeps a pool of workers for every thread that calls it, and on few cores two pools make decoding two to three
 times slower: exactly one thread of the process may call torch. The number of OpenMP threads stays torch's default.
 """
 
+from backends.exllamav3.cpu.coverage import check
 from backends.exllamav3.cpu.install import install
 
-__all__ = ["install"]
+__all__ = ["check", "install"]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 __all__ = [
     "add_sigmoid_gate",
+    "add_sigmoid_gate_proj",
     "deinterleave_qg",
     "gelu_mul",
     "mul_sigmoid_",
@@ -19,6 +20,7 @@ __all__ = [
     "relu_mul",
     "silu_mul",
     "silu_oai_mul",
+    "xielu",
 ]
 
 HALF_MAX = 65504.0
@@ -45,11 +47,13 @@ def relu2_mul(x: Tensor, y: Tensor, z: Tensor, act_limit: float) -> None:
 
 
 def _act_mul(activation: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, z: Tensor, act_limit: float) -> None:
-    gate, value = activation(x.float()), y.float()
+    gate, value = activation(x.float()), y
     if act_limit != 0.0:
-        gate, value = gate.clamp(max=act_limit), value.clamp(-act_limit, act_limit)
-    product = gate * value
-    z.copy_(product.clamp(-HALF_MAX, HALF_MAX) if z.dtype == torch.half else product)
+        gate, value = gate.clamp(max=act_limit), y.float().clamp(-act_limit, act_limit)
+    if z.dtype == torch.half:
+        z.copy_((gate * value).clamp_(-HALF_MAX, HALF_MAX))
+    else:
+        torch.mul(gate, value, out=z)
 
 
 def silu_oai_mul(x: Tensor, y: Tensor, z: Tensor, act_limit: float) -> None:
@@ -58,6 +62,17 @@ def silu_oai_mul(x: Tensor, y: Tensor, z: Tensor, act_limit: float) -> None:
     if act_limit != 0.0:
         gate, value = gate.clamp(max=act_limit), value.clamp(-act_limit, act_limit)
     z.copy_(gate * torch.sigmoid(1.702 * gate) * (value + 1.0))
+
+
+def xielu(x: Tensor, y: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> None:
+    """y = xIELU of x (Huang and Schlag 2024), whose two slopes are softplus of one number each.
+
+    As trained in bf16: in its precision, the -1e-6 that bounds the exponent is -9.9838e-07.
+    """
+    x = x.float()
+    positive, negative = F.softplus(alpha_p.float()), F.softplus(alpha_n.float()) + 0.5
+    below = (torch.expm1(x.clamp(max=-9.9838e-07)) - x) * negative
+    y.copy_(torch.where(x > 0, positive * x * x, below) + 0.5 * x)
 
 
 def mul_sigmoid_(x: Tensor, y: Tensor) -> None:
@@ -78,6 +93,11 @@ def mul_softplus_broadcast_(x: Tensor, y: Tensor) -> None:
 def add_sigmoid_gate(x: Tensor, y: Tensor, z: Tensor) -> None:
     """z += x * sigmoid(y), y of shape (..., 1)."""
     z.add_((x.float() * torch.sigmoid(y.float())).to(z.dtype))
+
+
+def add_sigmoid_gate_proj(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> None:
+    """z += x * sigmoid(y @ w), w of shape (dim, 1)."""
+    add_sigmoid_gate(x, y.float() @ w.float(), z)
 
 
 def deinterleave_qg(qg: Tensor, q: Tensor, g: Tensor, head_dim: int) -> None:

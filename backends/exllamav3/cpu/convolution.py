@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backends.exllamav3.cpu.delta_net import INTERMEDIATE_DTYPE
+
 
 def causal_conv1d_update(
-    x: Tensor,
-    conv_state: Tensor,
-    slots: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    transpose_output: bool = False,
+    mixed_qkv: Tensor,
+    conv_state: Tensor | None,
+    recurrent_slots: Tensor | None,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
     history: bool = False,
+    params: dict[str, Any] | None = None,
     token_major: bool = False,
-    out_dtype: torch.dtype | None = None,
+    incremental: bool = False,
 ) -> Tensor:
-    """silu of a depthwise convolution over the remembered columns and x; the state moves on to the newest ones.
+    """silu of a depthwise convolution over the remembered columns and the new ones; the state moves on to the newest.
+
+    What `conv1d_update_kernel` in gdn.cu does, and its counterpart in Triton.
 
     Args:
-        x: (batch, channels, tokens), or (batch, tokens, channels) with `token_major`.
+        mixed_qkv: (batch, channels, tokens), or (batch, tokens, channels) with `token_major`.
         conv_state: (slots, channels, size), size at least the kernel's width. The first `width` columns are the state.
-        slots: (batch,) each sequence's slot.
-        weight: (channels, width).
+            None is zeros that nobody keeps.
+        recurrent_slots: (batch,) each sequence's slot.
+        conv1d_weight: (channels, width).
+        conv1d_bias: (channels,).
         history: a pass that may be taken back in part: the newest columns, as many as there are, go to the state's end,
             so that the engine can copy any `width` of them to its beginning.
-        out_dtype: x's where None.
+        incremental: with `history`, one more step of such a pass: the state's end is what comes before it.
 
     Returns:
-        (batch, channels, tokens), or (batch, tokens, channels) with `transpose_output`.
+        (batch, tokens, channels).
     """
-    if token_major:
-        x = x.transpose(1, 2)
-    channels, tokens = x.shape[1:]
-    width, size = weight.shape[-1], conv_state.shape[-1]
-    index = slots.long()
-    columns = torch.cat((conv_state[index, :, :width].float(), x.float()), dim=-1)
+    x = (mixed_qkv.transpose(1, 2) if token_major else mixed_qkv).float()
+    batch, channels, tokens = x.shape
+    width = conv1d_weight.shape[-1]
+    if conv_state is None or recurrent_slots is None:
+        conv_state, recurrent_slots = torch.zeros(batch, channels, width), torch.arange(batch)
+    size, index = conv_state.shape[-1], recurrent_slots.long()
+    past = conv_state[index] if incremental else conv_state[index, :, :width]
+    columns = torch.cat((past.float(), x), dim=-1)
     if history:
         kept = min(size, columns.shape[-1])
         conv_state[index, :, size - kept :] = columns[..., -kept:].to(conv_state.dtype)
@@ -47,9 +57,8 @@ def causal_conv1d_update(
     # The first column is the oldest: no output of this pass reaches back to it.
     out = F.conv1d(
         columns[..., -(tokens + width - 1) :],
-        weight.float().unsqueeze(1),
-        bias.float() if bias is not None else None,
+        conv1d_weight.float().unsqueeze(1),
+        conv1d_bias.float() if conv1d_bias is not None else None,
         groups=channels,
     )
-    out = F.silu(out).to(out_dtype or x.dtype)
-    return out.transpose(1, 2).contiguous() if transpose_output else out
+    return F.silu(out).transpose(1, 2).to(INTERMEDIATE_DTYPE).contiguous()

@@ -1,29 +1,24 @@
-"""Gated DeltaNet: gates, the chunked and the sequential delta rule, and taking back speculated tokens.
+"""Gated DeltaNet: gates, the chunked and the sequential delta rule.
 
 The recurrence of one head (Yang et al. 2024, "Gated Delta Networks"), with a state S of (key dim, value dim):
 
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - k_t^T exp(g_t) S_{t-1})        o_t = q_t^T S_t
 
 Queries and keys are divided by their L2 norm, queries also by the root of their dimension. There may be more value
-heads than key heads; consecutive value heads share a key head.
+heads than key heads; consecutive value heads share a key head. Kimi Delta Attention (`kda.py`) is the same with a decay
+per channel of the key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backends.exllamav3.cpu.memory import tensor_at
-
 __all__ = [
-    "ConvRewindJob",
-    "ScanReplayJob",
-    "batched_conv_rewind",
-    "batched_scan_replay",
     "cuda_recurrent_gated_delta_rule",
     "gated_delta_net_fused_op",
     "gated_delta_net_fused_op_2",
@@ -34,7 +29,30 @@ __all__ = [
 INTERMEDIATE_DTYPE = torch.float32
 CHUNK = 64  # tokens
 NORM_EPSILON = 1e-6
-GATED_DELTA_RULE = 0  # of the engine's scan kinds
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Numbers of heads, and their sizes. The engine calls the values of Mamba2 x, its keys B and its queries C."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all queries, all keys, all values."""
+        return 2 * self.keys * self.key_dim + self.values * self.value_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return self.values, self.key_dim, self.value_dim
+
+    @property
+    def group(self) -> int:
+        """Value heads that share a key head."""
+        return self.values // self.keys
 
 
 def gated_delta_net_fused_op(
@@ -90,16 +108,43 @@ def chunk_gated_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The recurrence over many tokens, chunk by chunk in its WY form; fp32 inside.
+    """The recurrence over many tokens, see `chunked_delta_rule`.
+
+    Args:
+        g: (batch, tokens, value heads) log decay.
+    """
+    if use_qk_l2norm_in_kernel:
+        q, k = normalised(q), normalised(k)
+    return chunked_delta_rule(q, k, v, g.unsqueeze(-1), beta, initial_state, output_final_state, _decayed_products)
+
+
+DecayedProducts = Callable[[Sequence[Tensor], Tensor, Tensor], list[Tensor]]
+
+
+def chunked_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    decayed_products: DecayedProducts,
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule over many tokens, chunk by chunk in its WY form; fp32 inside.
 
     Within a chunk the updates u_t that are written to the state solve a triangular system, so that a chunk costs a few
     matrix products instead of one step a token (Yang et al. 2024, section 3.3).
 
     Args:
-        q: (batch, tokens, key heads, key dim), and k alike.
+        q: (batch, tokens, key heads, key dim), and k alike; normalised, but for the root of their dimension.
         v: (batch, tokens, value heads, value dim).
-        g: (batch, tokens, value heads) log decay; beta alike.
+        g: (batch, tokens, value heads, 1 or key dim) log decay.
+        beta: (batch, tokens, value heads).
         initial_state: (batch, value heads, key dim, value dim); None is zero.
+        decayed_products: from several (..., chunk, key dim) a_i, from keys k_j alike and from the log decay d since the
+            start of their chunk, (..., chunk, 1 or key dim), the products sum_c a_ic k_jc exp(d_ic - d_jc) for j <= i,
+            else 0, as (..., chunk, chunk).
 
     Returns:
         Outputs like v, and the state after the last token or None.
@@ -108,8 +153,6 @@ def chunk_gated_delta_rule(
     value_heads, value_dim = v.shape[2:]
     dtype = v.dtype
     q, k, v, g, beta = (x.float() for x in (q, k, v, g, beta))
-    if use_qk_l2norm_in_kernel:
-        q, k = _normalised(q), _normalised(k)
     q = q * key_dim**-0.5
     if value_heads != key_heads:
         q, k = (x.repeat_interleave(value_heads // key_heads, 2) for x in (q, k))
@@ -117,22 +160,18 @@ def chunk_gated_delta_rule(
     # To (batch, heads, chunks, chunk, dim); padded tokens change nothing: beta and g are 0.
     padding = -tokens % CHUNK
     q, k, v, g, beta = (
-        F.pad(x.transpose(1, 2), (0, 0, 0, padding)).unflatten(2, (-1, CHUNK))
-        for x in (q, k, v, g.unsqueeze(-1), beta.unsqueeze(-1))
+        F.pad(x.transpose(1, 2), (0, 0, 0, padding)).unflatten(2, (-1, CHUNK)) for x in (q, k, v, g, beta.unsqueeze(-1))
     )
     decay_from_start = g.cumsum(3)
-    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
-    difference = decay_from_start - decay_from_start.transpose(-1, -2)
-    decay = difference.masked_fill(~lower, float("-inf")).exp()
-
-    system = (((beta * k) @ k.transpose(-1, -2)) * decay).tril(-1) + torch.eye(CHUNK)
+    attention, overlaps = decayed_products((q, k), k, decay_from_start)
+    system = (beta * overlaps).tril(-1) + torch.eye(CHUNK)
     right = torch.cat((beta * v, beta * k * decay_from_start.exp()), dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     update, state_share = solved.split([value_dim, key_dim], dim=-1)
-    attention = (q @ k.transpose(-1, -2)) * decay
     q_decayed = q * decay_from_start.exp()
     decay_of_chunk = decay_from_start[:, :, :, -1:]
     k_decayed = k * (decay_of_chunk - decay_from_start).exp()
+    state_decay = decay_of_chunk.exp().transpose(-1, -2)
 
     state = torch.zeros(batch, value_heads, key_dim, value_dim)
     if initial_state is not None:
@@ -141,13 +180,16 @@ def chunk_gated_delta_rule(
     for chunk in range(v.shape[2]):
         written = update[:, :, chunk] - state_share[:, :, chunk] @ state
         out[:, :, chunk] = q_decayed[:, :, chunk] @ state + attention[:, :, chunk] @ written
-        state = state * decay_of_chunk[:, :, chunk].exp() + k_decayed[:, :, chunk].transpose(-1, -2) @ written
+        state = state * state_decay[:, :, chunk] + k_decayed[:, :, chunk].transpose(-1, -2) @ written
     out = out.flatten(2, 3)[:, :, :tokens].transpose(1, 2).contiguous().to(dtype)
     return out, state if output_final_state else None
 
 
-def chunk_kda(*arguments: object, **options: object) -> tuple[Tensor, Tensor | None]:
-    raise NotImplementedError("The CPU kernels have no delta rule with a decay per channel (KDA). Use a CUDA GPU.")
+def _decayed_products(rows: Sequence[Tensor], k: Tensor, decay: Tensor) -> list[Tensor]:
+    """See `chunked_delta_rule`; one decay for all channels."""
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
+    weights = (decay - decay.transpose(-1, -2)).masked_fill(~lower, float("-inf")).exp()
+    return [(row @ k.transpose(-1, -2)) * weights for row in rows]
 
 
 def cuda_recurrent_gated_delta_rule(
@@ -168,50 +210,38 @@ def cuda_recurrent_gated_delta_rule(
 
     Args:
         mixed_qkv: (batch, tokens, channels), channels being all q, then all k, then all v.
-        g: (batch, tokens, value heads) log decay; beta alike.
+        g: (batch, tokens, value heads) log decay, or (batch, tokens, value heads, key dim).
+        beta: (batch, tokens, value heads).
         recurrent_state: (rows, 1, value heads, key dim, value dim), updated in place.
         core_attn_out: out, (batch, tokens, value heads, value dim).
         slots: (batch,) the row of the state that each sequence writes, and reads unless `history` says otherwise.
         history: the pass may be taken back in part: it reads the rows `slots_in` and leaves them as they are.
     """
-    rows_out = range(mixed_qkv.shape[0]) if slots is None else slots.tolist()
-    rows_in = rows_out if not history or slots_in is None else slots_in.tolist()
-    for index, (row_out, row_in) in enumerate(zip(rows_out, rows_in, strict=True)):
-        out, state = _scan(
-            mixed_qkv[index],
-            g[index],
-            beta[index],
-            recurrent_state[row_in, 0].float(),
-            num_k_heads,
-            num_v_heads,
-            k_head_dim,
-            v_head_dim,
-        )
+    heads = Heads(num_k_heads, num_v_heads, k_head_dim, v_head_dim)
+    for index, (row_in, row_out) in enumerate(state_rows(mixed_qkv.shape[0], slots, history, slots_in)):
+        state = recurrent_state[row_in, 0].float()
+        out, state = scan(mixed_qkv[index], g[index], beta[index], state, heads)
         core_attn_out[index].copy_(out)
         recurrent_state[row_out, 0].copy_(state)
 
 
-def _scan(
-    mixed_qkv: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    num_k_heads: int,
-    num_v_heads: int,
-    k_head_dim: int,
-    v_head_dim: int,
-) -> tuple[Tensor, Tensor]:
+def state_rows(batch: int, slots: Tensor | None, history: bool, slots_in: Tensor | None) -> list[tuple[int, int]]:
+    """The rows of the state pool that each sequence reads and writes, see `cuda_recurrent_gated_delta_rule`."""
+    written: list[int] = list(range(batch)) if slots is None else slots.tolist()
+    read: list[int] = written if not history or slots_in is None else slots_in.tolist()
+    return list(zip(read, written, strict=True))
+
+
+def scan(mixed_qkv: Tensor, g: Tensor, beta: Tensor, state: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
     """Outputs (tokens, value heads, value dim) and the new state of one sequence."""
-    if g.dim() != 2:
-        raise NotImplementedError("The CPU kernels have no delta rule with a decay per channel (KDA). Use a CUDA GPU.")
-    keys, values = num_k_heads * k_head_dim, num_v_heads * v_head_dim
+    keys, values = heads.keys * heads.key_dim, heads.values * heads.value_dim
     q, k, v = mixed_qkv.float().split([keys, keys, values], dim=-1)
-    q = _normalised(q.unflatten(-1, (num_k_heads, k_head_dim))) * k_head_dim**-0.5
-    k = _normalised(k.unflatten(-1, (num_k_heads, k_head_dim)))
-    if num_v_heads != num_k_heads:
-        q, k = (x.repeat_interleave(num_v_heads // num_k_heads, 1) for x in (q, k))
-    v = v.unflatten(-1, (num_v_heads, v_head_dim))
-    decay = g.float().exp().unsqueeze(-1).unsqueeze(-1)
+    q = normalised(q.unflatten(-1, (heads.keys, heads.key_dim))) * heads.key_dim**-0.5
+    k = normalised(k.unflatten(-1, (heads.keys, heads.key_dim)))
+    if heads.group > 1:
+        q, k = (x.repeat_interleave(heads.group, 1) for x in (q, k))
+    v = v.unflatten(-1, (heads.values, heads.value_dim))
+    decay = g.float().exp().view(*g.shape[:2], -1, 1)
     beta = beta.float().unsqueeze(-1)
 
     out = torch.empty_like(v)
@@ -223,72 +253,7 @@ def _scan(
     return out, state
 
 
-def _normalised(x: Tensor) -> Tensor:
+def normalised(x: Tensor) -> Tensor:
+    """x divided by its L2 norm, in fp32."""
+    x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)
-
-
-# --- taking back speculated tokens; the engine names memory by address ------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ConvRewindJob:
-    """Move `width` columns of a convolution's state, for `channels` rows that lie `stride` elements apart."""
-
-    source: int
-    target: int
-    channels: int
-    width: int
-    stride: int
-
-
-@dataclass(frozen=True)
-class ScanReplayJob:
-    """Scan the first `tokens` staged inputs again, which lie `token_stride` rows apart, from one state into another."""
-
-    qkv: int
-    g: int
-    beta: int
-    state_in: int
-    state_out: int
-    skip: int  # Mamba2 only
-    tokens: int
-    token_stride: int = 1
-
-
-def batched_conv_rewind(jobs: Sequence[ConvRewindJob], device_index: int | None) -> None:
-    for job in jobs:
-        shape, strides = (job.channels, job.width), (job.stride, 1)
-        source = tensor_at(job.source, INTERMEDIATE_DTYPE, shape, strides)
-        # The two may overlap.
-        tensor_at(job.target, INTERMEDIATE_DTYPE, shape, strides).copy_(source.clone())
-
-
-def batched_scan_replay(
-    jobs: Sequence[ScanReplayJob],
-    device_index: int | None,
-    kind: int,
-    num_k_heads: int,
-    num_v_heads: int,
-    k_head_dim: int,
-    v_head_dim: int,
-    state_half: bool = False,
-) -> None:
-    """Run replay jobs; `state_half` says that the states are fp16 instead of fp32."""
-    if kind != GATED_DELTA_RULE:
-        raise NotImplementedError("The CPU kernels can take back tokens of Gated DeltaNet only. Switch drafting off.")
-    channels = 2 * num_k_heads * k_head_dim + num_v_heads * v_head_dim
-    state_shape = (num_v_heads, k_head_dim, v_head_dim)
-    state_dtype = torch.half if state_half else torch.float
-    for job in jobs:
-        heads = (job.tokens, num_v_heads), (job.token_stride * num_v_heads, 1)
-        _, state = _scan(
-            tensor_at(job.qkv, INTERMEDIATE_DTYPE, (job.tokens, channels), (job.token_stride * channels, 1)),
-            tensor_at(job.g, torch.float, *heads),
-            tensor_at(job.beta, INTERMEDIATE_DTYPE, *heads),
-            tensor_at(job.state_in, state_dtype, state_shape).float(),
-            num_k_heads,
-            num_v_heads,
-            k_head_dim,
-            v_head_dim,
-        )
-        tensor_at(job.state_out, state_dtype, state_shape).copy_(state)

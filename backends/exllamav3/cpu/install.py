@@ -1,7 +1,7 @@
 """Putting the CPU kernels into the engine: everything that is replaced outside its extension stands here.
 
 The engine's files are not touched. Before it is imported, two of its modules are put in place ready-made: the extension
-and the vendored Triton kernels of the delta rule. Then single attributes are replaced, `PATCHES`, and its modules are
+and the vendored Triton kernels of the recurrences. Then single attributes are replaced, `PATCHES`, and its modules are
 given a `torch` without CUDA.
 """
 
@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import math
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,22 +22,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backends.exllamav3.cpu import convolution, delta_net, linear, tiers
-from backends.exllamav3.cpu.attention import ATTENTION_FUNCTIONS, paged_attention
+from backends.exllamav3.cpu import (
+    convolution,
+    delta_net,
+    exl3,
+    kda,
+    latent_attention,
+    linear,
+    mamba2,
+    norms,
+    sparse_attention,
+    tiers,
+)
+from backends.exllamav3.cpu.attention import ATTENTION_FUNCTIONS, by_span, paged_attention
 from backends.exllamav3.cpu.extension import Extension
+from backends.exllamav3.cpu.quantised_cache import attend_quantised
 from backends.exllamav3.cpu.stand_ins import importable_triton, torch_facade
 from common.errors import SettingsError
 
 CPU = torch.device("cpu")
 
-# Importing this one imports every module of the engine that a model can be made of.
-ALL_ARCHITECTURES = "exllamav3.architecture.architectures"
-# These allocate the intermediates of Gated DeltaNet in bf16, which costs more accuracy than all the rest together.
+# All modules of these are imported at once: what the engine imports later would find neither the `torch` without CUDA
+# nor the stand-in for Triton.
+PACKAGES = ("exllamav3.architecture", "exllamav3.cache", "exllamav3.generator", "exllamav3.modules")
+# These allocate the intermediates of recurrent layers in bf16, which costs more accuracy than all the rest together.
 FP32_MODULES = (
     "exllamav3.modules.gated_delta_net",
-    "exllamav3.modules.gated_delta_net_fn.conv1d",
     "exllamav3.modules.gated_delta_net_fn.gated_delta_rule",
+    "exllamav3.modules.mamba2",
 )
+# These ask for activations in fp16, so that every kernel would convert what it reads and what it writes.
+FP32_ACTIVATIONS = ("exllamav3.modules.attn", "exllamav3.modules.mlp", "exllamav3.modules.transformer")
 
 
 @dataclass(frozen=True)
@@ -146,6 +162,8 @@ def _load_autosplit(original: Callable[..., Iterator[Any]]) -> Callable[..., Ite
             module.load(CPU)
             if deferred:
                 loader.end_deferred_load()
+            linear.prepare(module)
+            norms.prepare(module)
         loader.close()
         yield len(modules), len(modules)
 
@@ -158,18 +176,37 @@ PATCHES = (
     Patch("exllamav3.cache.fp16", "CacheLayer_fp16.storage_size", _cache_storage_size),
     Patch("exllamav3.generator.cpu_cache", "CPUPageCache.__init__", tiers.page_cache_init),
     Patch("exllamav3.modules.linear", "Linear.__init__", _linear_init),
+    Patch("exllamav3.modules.linear", "Linear.load_exl3", _by(exl3.load_exl3)),
+    Patch("exllamav3.modules.linear", "Linear.quant_format_id", _by(exl3.quant_format_id)),
+    Patch("exllamav3.modules.quant.fp16", "LinearFP16", linear.with_matrix),
     Patch("exllamav3.modules.quant.fp16", "LinearFP16.forward", _by(linear.linear_forward)),
     Patch("exllamav3.modules.block_sparse_mlp", "BlockSparseMLP.forward", _moe_forward),
     Patch("exllamav3.modules.attention_fn.dispatch", "attn_fns", _attention_functions),
+    Patch("exllamav3.modules.attention_fn.dispatch", "_fns_qc", _by([by_span(attend_quantised)])),
     Patch("exllamav3.modules.sliding_attn", "paged_attn_triton_decode", _by(paged_attention)),
     Patch("exllamav3.modules.sliding_attn", "paged_attn_triton_prefill", _by(paged_attention)),
     Patch("exllamav3.modules.shared_kv_attn", "paged_attn_triton_decode", _by(paged_attention), newer=True),
-    Patch(
-        "exllamav3.modules.gated_delta_net_fn.conv1d",
-        "causal_conv1d_update_slotted_triton",
-        _by(convolution.causal_conv1d_update),
-    ),
+    Patch("exllamav3.modules.gated_delta_net", "causal_conv1d_update", _by(convolution.causal_conv1d_update)),
     Patch("exllamav3.modules.gated_delta_net", "_proj_dtype", _by(torch.float)),
+    Patch("exllamav3.modules.mamba2", "causal_conv1d_update", _by(convolution.causal_conv1d_update)),
+    Patch("exllamav3.modules.attention_fn.mla_triton", "mla_kv_append", _by(latent_attention.mla_kv_append)),
+    Patch(
+        "exllamav3.modules.attention_fn.mla_triton",
+        "mla_kv_quant_append",
+        _by(latent_attention.mla_kv_quant_append),
+    ),
+    Patch("exllamav3.modules.attention_fn.mla_triton", "mla_plane_append", _by(latent_attention.mla_plane_append)),
+    Patch("exllamav3.modules.attention_fn.dsa_triton", "dsa_attn", _by(sparse_attention.dsa_attn)),
+    Patch("exllamav3.modules.attention_fn.dsa_triton", "dsa_indexer_scores", _by(sparse_attention.dsa_indexer_scores)),
+    Patch("exllamav3.modules.mla_attn", "mla_absorb", _by(latent_attention.mla_absorb)),
+    Patch("exllamav3.modules.mla_attn", "mla_unfold", _by(latent_attention.mla_unfold)),
+    Patch("exllamav3.modules.mla_attn", "mla_attn_triton_decode", _by(latent_attention.attend_to_latents)),
+    Patch("exllamav3.modules.mla_attn", "mla_attn_triton_prefill", _by(latent_attention.attend_to_latents)),
+    Patch(
+        "exllamav3.modules.mla_attn",
+        "mla_attn_triton_prefill_mha",
+        _by(latent_attention.mla_attn_triton_prefill_mha),
+    ),
     # Decode steps as captured CUDA graphs.
     Patch("exllamav3.modules.attn", "_bc_attn_enable", _by(False)),
     Patch("exllamav3.modules.sliding_attn", "_bc_attn_enable", _by(False)),
@@ -187,11 +224,17 @@ def install() -> None:
     assert "exllamav3" not in sys.modules, "the CPU kernels must be installed before exllamav3 is imported"
     kernels = ModuleType("exllamav3.ext")
     vars(kernels).update(exllamav3_ext=Extension(), extension_name="exllamav3_ext")
-    delta_rules = ModuleType("exllamav3.vendor.fla")
-    vars(delta_rules).update(chunk_gated_delta_rule=delta_net.chunk_gated_delta_rule, chunk_kda=delta_net.chunk_kda)
-    sys.modules.update({module.__name__: module for module in (kernels, delta_rules)})
+    recurrences = ModuleType("exllamav3.vendor.fla")
+    vars(recurrences).update(
+        chunk_gated_delta_rule=delta_net.chunk_gated_delta_rule,
+        chunk_kda=kda.chunk_kda,
+        chunk_simple_gla=mamba2.chunk_simple_gla,
+    )
+    sys.modules.update({module.__name__: module for module in (kernels, recurrences)})
     with importable_triton():
-        importlib.import_module(ALL_ARCHITECTURES)
+        for package in map(importlib.import_module, PACKAGES):
+            for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+                importlib.import_module(module.name)
         for patch in PATCHES:
             patch.apply()
     _replace_torch()
@@ -201,6 +244,8 @@ def _replace_torch() -> None:
     facade, fp32_facade = torch_facade(), torch_facade(bfloat16=delta_net.INTERMEDIATE_DTYPE)
     for name in FP32_MODULES:
         Patch(name, "torch", _by(fp32_facade)).apply()
+    for name in FP32_ACTIVATIONS:
+        Patch(name, "torch", _by(torch_facade(half=torch.float))).apply()
     for name, module in list(sys.modules.items()):
         if name.startswith("exllamav3.") and getattr(module, "torch", None) is torch:
             vars(module)["torch"] = facade

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -10,26 +11,33 @@ from torch import Tensor
 __all__ = ["cache_rotate", "generator_stage_decode", "paged_kv_cache_update"]
 
 
-def append_rows(cache: Tensor, pages: Tensor, past: int, rows: Tensor) -> None:
+def append_rows(cache: Tensor, pages: Tensor | Sequence[int], past: int, rows: Tensor) -> None:
     """Write rows (n, heads, dim) behind the first `past` of a sequence; cache is (pages, page size, heads, dim)."""
     page_size = cache.shape[1]
     done = 0
     while done < rows.shape[0]:
         page, offset = divmod(past + done, page_size)
         count = min(rows.shape[0] - done, page_size - offset)
-        cache[int(pages[page]), offset : offset + count] = rows[done : done + count].to(cache.dtype)
+        cache[int(pages[page]), offset : offset + count] = rows[done : done + count]
         done += count
+
+
+def page_runs(pages: Sequence[int], page_size: int, count: int) -> list[slice]:
+    """Where in a cache the first `count` rows of a sequence lie, one slice for pages that lie one after the other."""
+    used = pages[: -(-count // page_size)]
+    starts = [index for index, page in enumerate(used) if index == 0 or page != used[index - 1] + 1]
+    runs = []
+    for start, end in itertools.pairwise([*starts, len(used)]):
+        first = used[start] * page_size
+        runs.append(slice(first, first + min(end * page_size, count) - start * page_size))
+    return runs
 
 
 def gather_rows(cache: Tensor, pages: Tensor, count: int) -> Tensor:
     """The first `count` rows of a sequence: a view where its pages lie one after the other, else a copy."""
-    pages = pages[: -(-count // cache.shape[1])]
-    first = int(pages[0]) if len(pages) else 0
-    if torch.equal(pages, torch.arange(first, first + len(pages), dtype=pages.dtype)):
-        taken = cache[first : first + len(pages)]
-    else:
-        taken = cache[pages.long()]
-    return taken.reshape(-1, *cache.shape[2:])[:count]
+    rows = cache.flatten(0, 1)
+    runs = [rows[run] for run in page_runs(pages.tolist(), cache.shape[1], count)]
+    return runs[0] if len(runs) == 1 else torch.cat(runs) if runs else rows[:0]
 
 
 def paged_kv_cache_update(

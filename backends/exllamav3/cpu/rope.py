@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,27 +51,33 @@ def rope(
         rotate_offset: first element of the head that is rotated.
     """
     batch, tokens = q.shape[:2]
-    steps = torch.arange(tokens)
-    if positions is not None:
-        where = positions.view(-1, 1).long() + steps
-    elif position_ids is not None:
-        where = position_ids.long().view(batch, tokens, -1)
-        where = where[..., 0] if where.shape[-1] == 1 else where
+    if inv_freq.dim() == 1 and rotate_dims == 1 and (positions is not None or position_ids is None) and l4_beta <= 0.0:
+        starts = (position,) if positions is None else tuple(positions.view(-1).tolist())
+        rotations, query_scale = [_running(_frequencies(inv_freq), starts, tokens, attn_factor, rope_mode)], None
     else:
-        where = (steps + position).expand(batch, tokens)
+        where = _positions(batch, tokens, position, positions, position_ids)
+        tables = (_rotation(_dimension(where, dim), inv_freq) for dim in range(rotate_dims))
+        rotations = [_factors(angles, attn_factor, rope_mode) for angles in tables]
+        query_scale = _llama4_scale(_dimension(where, 0), l4_beta, l4_original)
 
-    rotations = [_rotation(_dimension(where, dim), inv_freq, attn_factor) for dim in range(rotate_dims)]
-    heads = [(q, out_q, q_norm, _llama4_scale(_dimension(where, 0), l4_beta, l4_original))]
+    heads = [(q, out_q, q_norm, query_scale)]
     if k is not None and out_k is not None:
         heads.append((k, out_k, k_norm, None))
     for source, target, norm, scale in heads:
-        x = source.float().clone() if norm is None else _normalised(source, norm, norm_eps, norm_constant_bias)
+        x = target if target.dtype == torch.float else torch.empty(target.shape)
+        if norm is not None:
+            x.copy_(_normalised(source, norm, norm_eps, norm_constant_bias))
+        elif x is not source:
+            x.copy_(source)
         start = rotate_offset
         for cos, sin in rotations:
-            width = 2 * cos.shape[-1]
-            _rotate_(x[..., start : start + width], cos, sin, rope_mode)
+            width = cos.shape[-1]
+            _rotate_(x if width == x.shape[-1] else x[..., start : start + width], cos, sin, rope_mode)
             start += width
-        target.copy_(x if scale is None else x * scale)
+        if scale is not None:
+            x *= scale
+        if x is not target:
+            target.copy_(x)
 
 
 def gen_mrope_pos_ids(
@@ -114,26 +122,54 @@ def _dimension(where: Tensor, dim: int) -> Tensor:
     return where[..., dim] if where.dim() == 3 else where
 
 
-def _rotation(where: Tensor, inv_freq: Tensor, attn_factor: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, (batch, tokens, 1, pairs)."""
+def _positions(batch: int, tokens: int, position: int, positions: Tensor | None, position_ids: Tensor | None) -> Tensor:
+    """(batch, tokens), or (batch, tokens, dimensions)."""
+    steps = torch.arange(tokens)
+    if positions is not None:
+        return positions.view(-1, 1).long() + steps
+    if position_ids is None:
+        return (steps + position).expand(batch, tokens)
+    where = position_ids.long().view(batch, tokens, -1)
+    return where[..., 0] if where.shape[-1] == 1 else where
+
+
+def _rotation(where: Tensor, inv_freq: Tensor) -> Tensor:
+    """Angles, (batch, tokens, pairs)."""
     if inv_freq.dim() == 1:
-        angles = where.unsqueeze(-1).float() * inv_freq.float()
+        return where.unsqueeze(-1).float() * inv_freq.float()
+    table = inv_freq.float().view(-1, *inv_freq.shape[-2:]).expand(where.shape[0], -1, -1)
+    return torch.stack([row[index] for row, index in zip(table, where, strict=True)])
+
+
+def _factors(angles: Tensor, attn_factor: float, mode: int) -> tuple[Tensor, Tensor]:
+    """Of each element of a head, and of the one it is paired with: (batch, tokens, 1, 2 pairs)."""
+    cos, sin = angles.cos() * attn_factor, angles.sin() * attn_factor
+    if mode == NEOX:
+        factors = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    elif mode == GPTJ:
+        factors = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
     else:
-        table = inv_freq.float().view(-1, *inv_freq.shape[-2:]).expand(where.shape[0], -1, -1)
-        angles = torch.stack([row[index] for row, index in zip(table, where, strict=True)])
-    angles = angles.unsqueeze(2)
-    return angles.cos() * attn_factor, angles.sin() * attn_factor
+        raise NotImplementedError(f"The CPU kernels do not know rotary style {mode}.")
+    return factors[0].unsqueeze(2), factors[1].unsqueeze(2)
+
+
+@lru_cache(maxsize=4)
+def _running(
+    frequencies: tuple[float, ...], starts: tuple[int, ...], tokens: int, attn_factor: float, mode: int
+) -> tuple[Tensor, Tensor]:
+    """The factors of tokens that follow each other, which are those of all layers of a pass."""
+    where = torch.tensor(starts).view(-1, 1) + torch.arange(tokens)
+    return _factors(_rotation(where, torch.tensor(frequencies)), attn_factor, mode)
+
+
+def _frequencies(inv_freq: Tensor) -> tuple[float, ...]:
+    return tuple(inv_freq.tolist())
 
 
 def _rotate_(x: Tensor, cos: Tensor, sin: Tensor, mode: int) -> None:
-    if mode == NEOX:
-        a, b = x.chunk(2, dim=-1)
-        x.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1))
-    elif mode == GPTJ:
-        a, b = x[..., 0::2], x[..., 1::2]
-        x.copy_(torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2))
-    else:
-        raise NotImplementedError(f"The CPU kernels do not know rotary style {mode}.")
+    pairs = x.unflatten(-1, (2, -1) if mode == NEOX else (-1, 2))
+    swapped = pairs.flip(-2 if mode == NEOX else -1).flatten(-2)
+    x.mul_(cos).add_(swapped.mul_(sin))
 
 
 def _normalised(x: Tensor, weight: Tensor, epsilon: float, constant_bias: float) -> Tensor:

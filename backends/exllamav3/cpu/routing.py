@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["routing_ds3_nogroup", "routing_std"]
+__all__ = ["routing_ds3_group", "routing_ds3_nogroup", "routing_gemv_f32", "routing_sel_norm", "routing_std"]
 
 SQRT_SOFTPLUS = 1  # of `act_fn`; 0 is the sigmoid
+NOTHING = 1e-20  # added to a sum of weights before a division by it
 
 
 def routing_std(
@@ -63,10 +64,69 @@ def routing_ds3_nogroup(
     Arguments as of `routing_std`.
     """
     logits = hidden.float() @ gate.float()
-    activated = F.softplus(logits).sqrt() if act_fn == SQRT_SOFTPLUS else torch.sigmoid(logits)
+    activated = _activated(logits, act_fn)
     ranked = activated if bias is None else activated + bias.float()
     indices = ranked.topk(topk_indices.shape[-1], dim=-1).indices
-    weights = activated.gather(-1, indices)
     scores.copy_(logits)
     topk_indices.copy_(indices)
-    topk_weights.copy_(weights * (scaling_factor / (weights.sum(-1, keepdim=True) + 1e-20)))
+    topk_weights.copy_(_shares(activated, indices, scaling_factor))
+
+
+def routing_ds3_group(
+    scores: Tensor,
+    bias: Tensor | None,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    scaling_factor: float,
+    act_fn: int,
+    n_group: int,
+    topk_group: int,
+) -> None:
+    """As `routing_ds3_nogroup`, among the experts of the best groups; `routing_ds3_group_topk_kernel` in routing.cu.
+
+    A group is worth the sum of its two best ranks (DeepSeek-V3, 2024, section 2.1.2).
+
+    Args:
+        scores: (rows, experts) logits, fp32.
+        n_group: groups of as many consecutive experts each, of which `topk_group` are kept.
+    """
+    activated = _activated(scores, act_fn)
+    ranked = (activated if bias is None else activated + bias.float()).unflatten(-1, (n_group, -1))
+    worth = ranked.topk(min(2, ranked.shape[-1]), dim=-1).values.sum(-1)
+    kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(-1, worth.topk(topk_group, dim=-1).indices, True)
+    ranked = ranked.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+    indices = ranked.topk(topk_indices.shape[-1], dim=-1).indices
+    topk_indices.copy_(indices)
+    topk_weights.copy_(_shares(activated, indices, scaling_factor))
+
+
+def routing_sel_norm(
+    hidden: Tensor,
+    gate: Tensor,
+    scores: Tensor,
+    selected: Tensor,
+    weights: Tensor,
+    scaling_factor: float,
+    gate_t: Tensor | None = None,
+    act_fn: int = 0,
+    gate_i8: Tensor | None = None,
+    gate_sb: Tensor | None = None,
+) -> None:
+    """The weights of `routing_ds3_nogroup` for experts that are given: `selected`, (rows, k)."""
+    logits = hidden.float() @ gate.float()
+    scores.copy_(logits)
+    weights.copy_(_shares(_activated(logits, act_fn), selected, scaling_factor))
+
+
+def routing_gemv_f32(hidden: Tensor, gate_t: Tensor, scores: Tensor) -> None:
+    """The logits of one row: hidden is (dim,), gate_t (experts, dim), scores (experts,) and fp32."""
+    torch.mv(gate_t.float(), hidden.float(), out=scores)
+
+
+def _activated(logits: Tensor, act_fn: int) -> Tensor:
+    return F.softplus(logits).sqrt() if act_fn == SQRT_SOFTPLUS else torch.sigmoid(logits)
+
+
+def _shares(activated: Tensor, indices: Tensor, scaling_factor: float) -> Tensor:
+    weights = activated.gather(-1, indices)
+    return weights * (scaling_factor / (weights.sum(-1, keepdim=True) + NOTHING))

@@ -8,12 +8,19 @@ from pathlib import Path
 import pytest
 
 from backends.exllamav3.model import ExllamaV3Container
+from tests import models
+from tests.conftest import MakeOnce
 from tests.containers import loaded
 
 
 @pytest.fixture(scope="module")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def tiny_mtp(make_once: MakeOnce) -> Path:
+    return make_once("tiny-mtp", models.make_mtp)
 
 
 @pytest.fixture(scope="module")

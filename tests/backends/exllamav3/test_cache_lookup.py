@@ -132,7 +132,7 @@ async def test_figures_hold_on_a_hybrid_with_a_small_cache_and_few_checkpoints(t
     assert any(0 < explanation.replayed_tokens < explanation.matched_tokens for explanation in explanations)
 
 
-@pytest.mark.parametrize("edits", [10, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("edits", [24, pytest.param(60, marks=pytest.mark.slow)])
 async def test_figures_hold_with_pages_in_host_ram(tiny_hybrid: Path, edits: int) -> None:
     small: dict[str, Any] = {"cache_size": 1536, "max_seq_len": 1536, "chunk_size": CHUNK}
     memory = MemoryConfig(sysmem_kv_cache=1)

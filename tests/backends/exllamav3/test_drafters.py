@@ -14,8 +14,8 @@ from backends.exllamav3.drafters import check_pair
 from backends.exllamav3.model import ExllamaV3Container
 from common.config_models import DraftModelConfig
 from common.errors import InvalidRequest, ModelNotFound, ServerError
-from tests.conftest import MakeOnce
 from tests.containers import answered, loaded
+from tests.models import announce_prediction_head
 from tests.scripted import load_settings
 
 PROMPT = [5 + index % 40 for index in range(300)]
@@ -39,39 +39,7 @@ def create(directory: Path, draft: DraftModelConfig) -> ExllamaV3Container:
     return ExllamaV3Container.create(directory, settings.model_copy(update={"draft_model": draft}))
 
 
-def announce_head(config: dict[str, Any]) -> None:
-    config["text_config"]["mtp_num_hidden_layers"] = 1
-
-
 # --- drafts -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def tiny_mtp(make_once: MakeOnce, tiny_vision: Path) -> Path:
-    """The hybrid with a tower and a prediction head, which is the layer of attention again, with random weights."""
-
-    def make(folder: Path) -> Path:
-        import torch
-        from safetensors.torch import load_file, save_file
-
-        shutil.copytree(tiny_vision, folder)
-        edit_json(folder / "config.json", announce_head)
-        weights = load_file(folder / "model.safetensors")
-        layer = "model.language_model.layers.3."
-        head = {
-            name.replace(layer, "mtp.layers.0."): weight.clone()
-            for name, weight in weights.items()
-            if name.startswith(layer)
-        }
-        size = weights["model.language_model.norm.weight"].shape[0]
-        norms = ("mtp.norm", "mtp.pre_fc_norm_hidden", "mtp.pre_fc_norm_embedding")
-        head |= {f"{name}.weight": torch.zeros(size, dtype=torch.bfloat16) for name in norms}
-        numbers = torch.randn(size, 2 * size, generator=torch.Generator().manual_seed(0)) * 0.08
-        head["mtp.fc.weight"] = numbers.to(torch.bfloat16)
-        save_file(weights | head, folder / "model.safetensors", metadata={"format": "pt"})
-        return folder
-
-    return make_once("tiny-mtp", make)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +107,7 @@ def test_a_pair_that_the_engine_would_refuse_is_refused_before_loading(drafter: 
 def test_a_prediction_head_must_be_there(tiny_llama: Path, tiny_vision: Path, tmp_path: Path) -> None:
     stripped = tmp_path / "stripped"
     shutil.copytree(tiny_vision, stripped)
-    edit_json(stripped / "config.json", announce_head)
+    edit_json(stripped / "config.json", announce_prediction_head)
     for model, message in ((tiny_llama, "has no multi-token prediction head"), (stripped, "its files do not hold it")):
         with pytest.raises(InvalidRequest, match=message) as raised:
             create(model, DraftModelConfig(draft_mode="mtp"))
@@ -200,12 +168,6 @@ def test_a_few_other_tokens_are_advice(tiny_llama: Path, tmp_path: Path) -> None
 def test_folders_that_are_no_draft_model(name: str, kind: type[ServerError], tiny_llama: Path) -> None:
     with pytest.raises(kind) as raised:
         create(tiny_llama, drafted_by(tiny_llama, draft_model_name=name))
-    assert raised.value.param == MODEL
-
-
-def test_the_cpu_kernels_do_not_draft_with_a_hybrid(tiny_llama: Path, tiny_hybrid: Path) -> None:
-    with pytest.raises(InvalidRequest, match="CPU kernels cannot draft") as raised:
-        create(tiny_llama, drafted_by(tiny_hybrid))
     assert raised.value.param == MODEL
 
 

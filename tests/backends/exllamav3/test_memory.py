@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from backends.exllamav3.engine import DEVICE
 from backends.exllamav3.model import ExllamaV3Container
 from common.config_models import DraftModelConfig
+from common.errors import ModelLoadFailed
 from tests.containers import SMALL
 from tests.scripted import load_settings
 
@@ -25,7 +27,7 @@ def estimated(directory: Path, drafter: Path | None = None, **model: object) -> 
 
 
 def weights(directory: Path) -> int:
-    return (directory / "model.safetensors").stat().st_size * (3 if DEVICE == "cpu" else 1)
+    return (directory / "model.safetensors").stat().st_size
 
 
 def test_weights_and_cache(tiny_llama: Path) -> None:
@@ -40,3 +42,20 @@ def test_states_of_recurrent_layers(name: str, request: pytest.FixtureRequest) -
     directory: Path = request.getfixturevalue(name)
     one, four = (estimated(directory, max_batch_size=size) for size in (1, 4))
     assert weights(directory) < one < four
+
+
+def test_weights_in_fp32_take_half(tiny_llama: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny_llama, tmp_path / "wide")
+    path = tmp_path / "wide" / "model.safetensors"
+    save_file({name: weight.float() for name, weight in load_file(path).items()}, path, {"format": "pt"})
+    assert abs(estimated(tmp_path / "wide") - estimated(tiny_llama)) < 10_000  # names of types
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="weights go to the GPU")
+def test_what_host_memory_has_no_room_for_is_not_loaded(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXL3_HOST_MEM_RESERVE_MB", str(10**9))  # that the engine keeps free
+    container = ExllamaV3Container.create(tiny_llama, load_settings(**SMALL))
+    with pytest.raises(ModelLoadFailed, match=f"^{tiny_llama.name} needs .* a smaller cache_size"):
+        next(iter(container.load()))

@@ -211,16 +211,11 @@ def identity(directory: Path) -> dict[str, str]:
     }
 
 
-def test_a_corpus_that_fits_is_left_out_on_the_cpu_alone(
+def test_a_corpus_needs_what_it_is_unpacked_with(
     tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = write_corpus(tmp_path / "corpus", identity(tiny_llama))
     settings = DraftModelConfig(draft_mode="ngram", ngram_corpus=str(corpus))
-    monkeypatch.setattr("backends.exllamav3.options.DEVICE", "cpu")
-    options, advice = draft_options(settings, None, tiny_llama, tensor_parallel=False)
-    assert options == {}
-    assert len(advice) == 1
-    monkeypatch.setattr("backends.exllamav3.options.DEVICE", "cuda")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert draft_options(settings, None, tiny_llama, tensor_parallel=False) == ({"ngram_corpus": str(corpus)}, [])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from PIL.Image import Image
+from torch import Tensor
 
 from backends.exllamav3 import engine
 from backends.exllamav3.cache_state import _clear_ram, _clear_vram
 from backends.exllamav3.engine import FIRST_IMAGE_ID
 from backends.exllamav3.model import Draft, ExllamaV3Container
-from backends.exllamav3.vision import LARGEST_RATIO, find_tower
+from backends.exllamav3.vision import LARGEST_RATIO, Vision, find_tower
 from common.config_models import DraftModelConfig, MemoryConfig
 from common.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from common.generation import GenerationRequest
+from common.images import decode_image
 from common.sampling import SamplingParameters
+from tests.conftest import MakeOnce
 from tests.containers import GREEDY, Answer, answered, loaded
-from tests.models import VOCABULARY
+from tests.models import VOCABULARY, MakeModel, make_gemma3, make_glm4v, make_lfm2_vl, make_mistral3, make_qwen3_vl
 from tests.pictures import BLUE, RED, picture, shown
 from tests.scripted import load_settings
 
 FILLER = "Ada carried the lantern near the harbour, slowly. "
 LARGE = (256, 256)  # 64 tokens and two around them
 START, PAD, END = 5, 6, 7
+PATCH = 16  # pixels
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +82,6 @@ def reference_logits(directory: Path, ids: list[int], pictures: list[bytes]) -> 
     """Of transformers in fp32."""
     from transformers import AutoImageProcessor
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration
-
-    from common.images import decode_image
 
     model = Qwen3_5ForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
     processor = AutoImageProcessor.from_pretrained(directory)
@@ -255,6 +259,97 @@ async def test_images_count_for_the_length_of_the_context(
     assert (await asked(seeing, "ONE TWO THREE", pictures)).finish.usage.prompt_tokens > 3 * 66
     with pytest.raises(ContextLengthExceeded, match="267 tokens"):
         await asked(seeing, prompt, pictures)
+
+
+# --- towers of other families -----------------------------------------------------------------------------------------
+
+
+def pixels(image: Image) -> Tensor:
+    """(3, height, width), normalised as tests/models.py says."""
+    mean, deviation = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.5, 0.4, 0.6])
+    return ((torch.tensor(np.array(image)) / 255 - mean) / deviation).permute(2, 0, 1)
+
+
+def whole(image: Image) -> dict[str, Tensor]:
+    return {"pixel_values": pixels(image).unsqueeze(0), "image_sizes": torch.tensor([[image.height, image.width]])}
+
+
+def in_patches(image: Image) -> dict[str, Tensor]:
+    """Each row by row, its colours innermost."""
+    patches = pixels(image).unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).permute(1, 2, 3, 4, 0)
+    rows, columns = patches.shape[:2]
+    return {
+        "pixel_values": patches.reshape(1, rows * columns, -1),
+        "spatial_shapes": torch.tensor([[rows, columns]]),
+        "pixel_attention_mask": torch.ones((1, rows * columns), dtype=torch.long),
+    }
+
+
+def in_blocks(image: Image) -> dict[str, Tensor]:
+    """The four patches that become a token one after the other, each twice, as two moments of a film."""
+    patches = pixels(image).unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH)
+    _, rows, columns, *_ = patches.shape
+    blocks = patches.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(1, 3, 2, 4, 0, 5, 6)
+    twice = blocks.unsqueeze(5).expand(*[-1] * 5, 2, -1, -1)
+    return {
+        "pixel_values": twice.reshape(rows * columns, -1),
+        "image_grid_thw": torch.tensor([[1, rows, columns]]),
+    }
+
+
+@dataclass(frozen=True)
+class Tower:
+    make: MakeModel
+    size: tuple[int, int]  # of an image that need not be resized, in pixels
+    inputs: Callable[[Image], dict[str, Tensor]]  # of transformers
+    multimodal_rope: bool = False
+
+
+TOWERS = {
+    # transformers lets the tokens of an image see each other if it is told where they are; the engine does not.
+    "gemma3": Tower(make_gemma3, (128, 128), whole),
+    "lfm2_vl": Tower(make_lfm2_vl, (128, 96), in_patches),
+    "mistral3": Tower(make_mistral3, (128, 64), whole),
+    "glm4v": Tower(make_glm4v, (128, 96), in_blocks, multimodal_rope=True),
+    "qwen3_vl": Tower(make_qwen3_vl, (128, 96), in_blocks, multimodal_rope=True),
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "family",
+    ["gemma3", "lfm2_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral3", "glm4v", "qwen3_vl"))],
+)
+async def test_what_a_tower_sees_is_what_transformers_sees(family: str, make_once: MakeOnce) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    tower = TOWERS[family]
+    directory = make_once(f"tiny-{family}", tower.make)
+    reference = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+    data = picture((250, 120, 60), tower.size)
+    inputs = tower.inputs(decode_image(data, ""))
+    prompt, pictures = "THIS: " + FILLER, {"THIS": data}
+    async with loaded(directory, vision=True, chunk_size=256) as container:
+        answer = await asked(container, prompt, pictures)
+        ids = encoded(container, prompt, pictures)
+        (embedding,) = vision_of(container).embed(shown(prompt, pictures))
+
+    with torch.inference_mode():
+        seen = reference.get_image_features(**inputs).pooler_output
+        seen = seen if isinstance(seen, Tensor) else torch.cat(seen)
+        assert torch.cosine_similarity(embedding.embeddings.float(), seen.flatten(0, -2), dim=-1).min() > 0.9999
+        tokens = torch.tensor([[PAD if token >= FIRST_IMAGE_ID else token for token in [*ids, *answer.token_ids]]])
+        if tower.multimodal_rope:
+            inputs["mm_token_type_ids"] = (tokens == PAD).int()
+        logits = reference(input_ids=tokens, **inputs).logits[0, len(ids) - 1 : -1, :VOCABULARY]
+    expected = logits.log_softmax(-1)
+    assert answer.token_ids == expected.argmax(-1).tolist()
+    assert logprobs(answer) == pytest.approx(expected.amax(-1).tolist(), abs=0.02)
+
+
+def vision_of(container: ExllamaV3Container) -> Vision:
+    assert container.vision is not None
+    return container.vision
 
 
 # --- where there is no tower ------------------------------------------------------------------------------------------

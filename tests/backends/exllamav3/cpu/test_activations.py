@@ -72,6 +72,15 @@ def test_gates_of_rows_and_elements() -> None:
     torch.testing.assert_close(total, 1 + expected["mul_sigmoid_broadcast_"])
 
 
+def test_a_gate_that_is_projected_in_passing() -> None:
+    x, hidden, weight = torch.randn(3, 8), torch.randn(3, 8).half(), torch.randn(8, 1).half()
+    total = torch.ones(3, 8)
+    activations.add_sigmoid_gate_proj(x, hidden, total, weight)
+    for row in range(3):
+        gate = 1 / (1 + math.exp(-float(hidden[row].float() @ weight[:, 0].float())))
+        torch.testing.assert_close(total[row], 1 + x[row] * gate)
+
+
 def test_queries_and_gates_are_taken_apart_per_head() -> None:
     rows = torch.arange(2 * 3 * 2 * 4).view(1, 2, 24).float()  # 2 tokens, 3 heads of [4 query | 4 gate]
     q, g = torch.empty(1, 2, 3, 4), torch.empty(1, 2, 12)
@@ -81,3 +90,15 @@ def test_queries_and_gates_are_taken_apart_per_head() -> None:
             start = head * 8
             assert q[0, token, head].tolist() == rows[0, token, start : start + 4].tolist()
             assert g[0, token, head * 4 : head * 4 + 4].tolist() == rows[0, token, start + 4 : start + 8].tolist()
+
+
+def test_xielu() -> None:
+    """Both slopes are softplus of a number; the negative one has a half added, and the exponent a bound."""
+    values, out = torch.tensor([-3.0, -0.5, -1e-9, 0.0, 0.5, 3.0]), torch.empty(6)
+    activations.xielu(values, out, torch.tensor([0.7]), torch.tensor([-0.4]))
+    positive, negative = math.log1p(math.exp(0.7)), math.log1p(math.exp(-0.4)) + 0.5
+    expected = [
+        positive * x * x + x / 2 if x > 0 else negative * (math.expm1(min(x, -9.9838e-07)) - x) + x / 2
+        for x in values.tolist()
+    ]
+    assert out.tolist() == pytest.approx(expected, abs=1e-6)

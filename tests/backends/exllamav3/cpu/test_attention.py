@@ -9,10 +9,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.exllamav3.cpu.attention import ATTENTION_FUNCTIONS, Window, attend, paged_attention
+from backends.exllamav3.cpu import attention
+from backends.exllamav3.cpu.attention import (
+    ATTENTION_FUNCTIONS,
+    Window,
+    attend,
+    attend_cached,
+    by_span,
+    paged_attention,
+)
+from backends.exllamav3.cpu.paging import append_rows
 
 PAGE = 4
 DIM = 8
+
+
+def test_parts_of_the_keys_and_masked_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages of the first sequence lie apart; queries are masked three at a time."""
+    monkeypatch.setattr(attention, "MASKED_QUERIES", 3)
+    k, v, q = torch.randn(19, 2, DIM), torch.randn(19, 2, DIM), torch.randn(8, 4, DIM)
+    caches = [torch.zeros(8, PAGE, 2, DIM) for _ in range(2)]
+    table, past = torch.tensor([[6, 7, 2, 0, 1]], dtype=torch.int32), torch.tensor([11], dtype=torch.int32)
+    for cache, rows in zip(caches, (k, v), strict=True):
+        append_rows(cache, table[0], 0, rows[:11])
+    cases: list[dict[str, Any]] = [{}, {"window": (5, 0)}, {"softcap": 2.0}, {"sinks": torch.randn(4)}]
+    for case in cases:
+        options = {"window_size" if name == "window" else name: value for name, value in case.items()}
+        new, cached = (k[None, 11:], v[None, 11:]), (caches[0], caches[1])
+        out = paged_attention(q[None], *new, *cached, table, past, True, 0.3, **options)
+        torch.testing.assert_close(out[0], naive(q, k, v, causal=True, scale=0.3, **case))
 
 
 def naive(
@@ -167,3 +192,31 @@ def test_segments_of_a_row_see_themselves_alone() -> None:
         part = slice(start, end)
         expected = naive(q[0, part], k[0, part], v[0, part], causal=False, scale=16**-0.5)
         torch.testing.assert_close(out[0, part], expected)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_tokens_of_an_image_see_each_other(paged: Paged, size: int | None) -> None:
+    from exllamav3.modules.attention_fn.common import AttnArgs
+
+    q = torch.randn(2, 5, 4, DIM)
+    k, v = new_rows(paged, paged.k, 5), new_rows(paged, paged.v, 5)
+    spans = [(0, 1, False), (1, 4, True), (4, 5, False)]
+    shapes = (2, 5, 4, DIM, 5, 2)
+    caches = (paged.k_cache, paged.v_cache)
+    args = AttnArgs(*shapes, q, k, v, *caches, True, 0.3, None, None, size, 0.0, paged.table, paged.lengths, spans)
+    out = by_span(attend_cached)(args)
+    assert out is not None
+    for row, (begin, end, together) in itertools.product(range(2), spans):
+        total = int(paged.lengths[row]) + end
+        limits = (-1, -1) if size is None else (3, 2) if together else (size, 0)  # at least the whole image
+        keys, values = paged.k[row, :total], paged.v[row, :total]
+        expected = naive(q[row, begin:end], keys, values, causal=not together, scale=0.3, window=limits)
+        torch.testing.assert_close(out[row, begin:end], expected)
+
+
+def test_a_function_that_passes_on_a_span_passes_on_all() -> None:
+    from exllamav3.modules.attention_fn.common import AttnArgs
+
+    q = torch.randn(1, 2, 4, DIM)
+    args = AttnArgs(1, 2, 4, DIM, 2, 4, q, q, q, None, None, True, 1.0, None, None, None, 0.0, None, torch.tensor([0]))
+    assert by_span(lambda part: None)(args._replace(non_causal_spans=[(0, 1, False), (1, 2, True)])) is None

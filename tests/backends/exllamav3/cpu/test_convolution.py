@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ def test_output_and_state(tokens: int, with_bias: bool, token_major: bool) -> No
     x = torch.randn(2, CHANNELS, tokens)
     before = state.clone()
     given = x.transpose(1, 2).contiguous() if token_major else x
-    out = causal_conv1d_update(given, state, slots, weight, bias, token_major=token_major, transpose_output=True)
+    out = causal_conv1d_update(given, state, slots, weight, bias, token_major=token_major)
     for row, slot in enumerate(slots.tolist()):
         past = before[slot, :, :WIDTH]
         torch.testing.assert_close(out[row].T, naive(past, x[row], weight, bias))
@@ -49,7 +48,7 @@ def test_output_and_state(tokens: int, with_bias: bool, token_major: bool) -> No
 def test_history_keeps_what_a_rewind_needs(tokens: int) -> None:
     state, weight, x = torch.randn(1, CHANNELS, SIZE), torch.randn(CHANNELS, WIDTH), torch.randn(1, CHANNELS, tokens)
     past = state[0, :, :WIDTH].clone()
-    causal_conv1d_update(x, state, torch.tensor([0]), weight, history=True)
+    causal_conv1d_update(x, state, torch.tensor([0]), weight, None, history=True)
     columns = torch.cat((past, x[0]), dim=-1)
     for taken_back in range(min(tokens, SIZE - WIDTH) + 1):
         end = SIZE - taken_back
@@ -57,17 +56,29 @@ def test_history_keeps_what_a_rewind_needs(tokens: int) -> None:
         assert torch.equal(state[0, :, end - WIDTH : end], kept)
 
 
+def test_a_pass_that_is_fed_step_by_step() -> None:
+    """As a recurrent model drafts: the state stays, its end collects what a rewind needs."""
+    state, weight, x = torch.randn(1, CHANNELS, SIZE), torch.randn(CHANNELS, WIDTH), torch.randn(1, CHANNELS, 3)
+    at_once, slots = state.clone(), torch.tensor([0])
+    expected = causal_conv1d_update(x, at_once, slots, weight, None, history=True)
+    steps = [
+        causal_conv1d_update(column, state, slots, weight, None, history=True, incremental=step > 0)
+        for step, column in enumerate(x.split(1, dim=-1))
+    ]
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected)
+    assert torch.equal(state[..., -WIDTH - 2 :], at_once[..., -WIDTH - 2 :])  # of up to two tokens
+
+
 def test_pieces_give_what_the_whole_gives() -> None:
-    weight, x = torch.randn(CHANNELS, WIDTH), torch.randn(1, CHANNELS, 10)
-    options: dict[str, Any] = {"slots": torch.tensor([0]), "weight": weight}
-    whole = causal_conv1d_update(x, torch.zeros(1, CHANNELS, WIDTH), **options)
+    weight, x, slots = torch.randn(CHANNELS, WIDTH), torch.randn(1, CHANNELS, 10), torch.tensor([0])
+    whole = causal_conv1d_update(x, None, None, weight, None)
     state = torch.zeros(1, CHANNELS, WIDTH)
-    pieces = [causal_conv1d_update(piece, state, **options) for piece in x.split([1, 6, 3], dim=-1)]
-    torch.testing.assert_close(torch.cat(pieces, dim=-1), whole)
+    pieces = [causal_conv1d_update(piece, state, slots, weight, None) for piece in x.split([1, 6, 3], dim=-1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole)
 
 
-def test_output_type() -> None:
-    x = torch.randn(1, CHANNELS, 2).half()
-    state, slots, weight = torch.zeros(1, CHANNELS, WIDTH), torch.tensor([0]), torch.randn(CHANNELS, WIDTH)
-    assert causal_conv1d_update(x, state, slots, weight).dtype == torch.half
-    assert causal_conv1d_update(x, state, slots, weight, out_dtype=torch.float).dtype == torch.float
+def test_inputs_in_fp16_are_widened() -> None:
+    x, weight = torch.randn(1, CHANNELS, 2).half(), torch.randn(CHANNELS, WIDTH).bfloat16()
+    out = causal_conv1d_update(x, None, None, weight, None)
+    torch.testing.assert_close(out, causal_conv1d_update(x.float(), None, None, weight.float(), None))
+    assert out.dtype == torch.float
