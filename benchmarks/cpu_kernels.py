@@ -40,16 +40,17 @@ from transformers.utils import logging as transformers_logging
 
 from backends.exllamav3.engine import ENGINE_VERSION, Cache, Config, Model
 from tests import models
-from tests.backends.exllamav3.test_engine_logits import engine_logits, prompt, reference_logits
+from tests.exl3 import make_exl3
+from tests.logits import engine_logits, prompt, reference_logits
 from tools.demo_model import install_demo_model
 
 CACHE_TOKENS: Final = 4096
 DECODE_BEHIND: Final = 256
 FLAGS: Final = ("f16c", "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16")
-# Those of the tests' makers whose models have a tower or a head that transformers loads as another class.
-NOT_COMPARED: Final = frozenset(
-    f"make_{name}" for name in ("vision", "gemma3", "lfm2_vl", "mistral3", "glm4v", "mtp", "deep_hybrid")
-)
+# Of the tests' makers, those whose models are also compared with weights in EXL3, and with a quantised cache.
+IN_EXL3: Final = ("llama", "moe", "hybrid", "qwen3_next")
+CACHED: Final = ("llama", "deepseek")  # without recurrent states, which would have to be handed on
+CACHE_BITS: Final = ((8, 8), (6, 5), (4, 4))  # of keys and of values
 
 console = Console()
 
@@ -203,17 +204,26 @@ def compare_speed(directory: Path, rounds: int, prompts: Sequence[int], steps: i
 
 
 def compare_logits(tokens: int) -> None:
-    makers = {name: make for name, make in vars(models).items() if name.startswith("make_")}
     table = Table("Model", "Cosine: median", "least", "Same best token", title="Logits, ours and transformers float32")
+    ids = prompt(tokens)
+
+    def compare(label: str, directory: Path, expected: Tensor, cache_bits: tuple[int, int] | None = None) -> None:
+        logits = engine_logits(directory, ids, cache_bits)
+        cosine = torch.cosine_similarity(logits, expected, dim=-1)
+        same = (logits.argmax(-1) == expected.argmax(-1)).float().mean().item()
+        table.add_row(label, f"{cosine.median().item():.6f}", f"{cosine.min().item():.6f}", f"{same:.1%}")
+
     with tempfile.TemporaryDirectory() as folder:
-        for name in sorted(makers.keys() - NOT_COMPARED):
-            directory = makers[name](Path(folder) / name)
-            ids = prompt(tokens)
-            logits, expected = engine_logits(directory, ids), reference_logits(directory, ids)
-            cosine = torch.cosine_similarity(logits, expected, dim=-1)
-            same = (logits.argmax(-1) == expected.argmax(-1)).float().mean().item()
-            label = name.removeprefix("make_")
-            table.add_row(label, f"{cosine.median().item():.6f}", f"{cosine.min().item():.6f}", f"{same:.1%}")
+        for maker in sorted(name for name in vars(models) if name.startswith("make_")):
+            name = maker.removeprefix("make_")
+            directory = getattr(models, maker)(Path(folder) / name)
+            expected = reference_logits(directory, ids)
+            compare(name, directory, expected)
+            if name in IN_EXL3:
+                packed = make_exl3(Path(folder) / f"{name}-exl3", directory)
+                compare(f"{name}, in EXL3", packed, reference_logits(packed / "decoded", ids))
+            for bits in CACHE_BITS if name in CACHED else ():
+                compare(f"{name}, cache_mode {bits[0]},{bits[1]}", directory, expected, bits)
     console.print(table)
 
 

@@ -141,7 +141,8 @@ def test_files_exist(page: Path) -> None:
 @each_page
 def test_command_line_options_exist(page: Path) -> None:
     known = {setting.option for setting in ALL_SETTINGS} | {"--config", "--help"} | OPTIONS_OF_OTHER_PROGRAMS
-    for source in [ROOT / "start.py", *(ROOT / "tools").glob("*.py"), *(ROOT / "common").glob("args.py")]:
+    programs = [path for folder in ("tools", "benchmarks") for path in (ROOT / folder).glob("*.py")]
+    for source in [ROOT / "start.py", *programs, *(ROOT / "common").glob("args.py")]:
         known.update(re.findall(r'"(--[a-z][a-z0-9-]+)"', source.read_text(encoding="utf-8")))
     known.update(re.findall(r"--[a-z][a-z0-9-]+", (ROOT / "scripts" / "test").read_text(encoding="utf-8")))
     named = {option for piece in code(text_of(page)) for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", piece)}

@@ -25,7 +25,8 @@ Partial: TypeAlias = tuple[Tensor, Tensor]  # attention to some of the keys, and
 # Queries that share a mask: what it hides is computed in vain.
 MASKED_QUERIES: Final = 256
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+# The operator itself: what `torch.ops` looks for in the arguments first costs a decode step time.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu._op
 
 
 def attend(

@@ -30,8 +30,10 @@ from backends.exllamav3.cpu import (
     latent_attention,
     linear,
     mamba2,
+    memory,
     norms,
     sparse_attention,
+    tied,
     tiers,
 )
 from backends.exllamav3.cpu.attention import ATTENTION_FUNCTIONS, by_span, paged_attention
@@ -162,8 +164,10 @@ def _load_autosplit(original: Callable[..., Iterator[Any]]) -> Callable[..., Ite
             module.load(CPU)
             if deferred:
                 loader.end_deferred_load()
+            tied.tie(module, modules)
             linear.prepare(module)
             norms.prepare(module)
+            memory.return_freed()
         loader.close()
         yield len(modules), len(modules)
 

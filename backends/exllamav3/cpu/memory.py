@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -27,3 +28,11 @@ def tensor_at(address: int, dtype: torch.dtype, shape: Sequence[int], strides: S
     count = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
     flat = torch.frombuffer(buffer_at(address, count * dtype.itemsize), dtype=dtype, count=count)
     return flat.as_strided(tuple(shape), tuple(strides))
+
+
+def return_freed() -> None:
+    """Give freed memory back to the system. glibc keeps much of what packing weights needed for a moment."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+        if trim is not None:
+            trim(0)

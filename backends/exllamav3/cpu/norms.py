@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -15,6 +16,8 @@ __all__ = ["BC_GatedRMSNorm", "gated_rms_norm", "rms_norm", "rms_norm_res_in", "
 
 HALF_MAX = 65504.0
 SIGMOID_GATE = 1  # of `gate_act`; 0 is SiLU
+
+_ZERO = torch.zeros(())
 
 
 class BC_GatedRMSNorm:
@@ -52,6 +55,9 @@ def rms_norm(
     if span_heads:
         x, y = x.flatten(-2), y.flatten(-2)
     in_place = y.dtype == torch.float and not add_residual
+    if in_place and w is not None and constant_bias == 0.0 and x.dtype == torch.float and x.numel() == x.shape[-1]:
+        _norm_of_row(x, w, y, epsilon, constant_scale)
+        return
     result = _normalised(_widened(x), epsilon, y if in_place else None)
     if w is not None:
         _weight_(result, w, constant_bias, w_groups)
@@ -99,6 +105,13 @@ def softcap(x: Tensor, y: Tensor, scale: float) -> None:
 def _widened(x: Tensor) -> Tensor:
     """In fp32; what overflowed in fp16 counts as its largest number, or a single infinity would zero the whole row."""
     return x.float().clamp(-HALF_MAX, HALF_MAX) if x.dtype == torch.half else x.float()
+
+
+def _norm_of_row(x: Tensor, w: Tensor, y: Tensor, epsilon: float, scale: float) -> None:
+    """For a decode step: in half the time that `_normalised` and `_weight_` take."""
+    row = x.view(-1)
+    mean_square = torch.dot(row, row).item() / len(row)
+    torch.addcmul(_ZERO, x, w, value=scale / math.sqrt(mean_square + epsilon), out=y)
 
 
 def _normalised(x: Tensor, epsilon: float, out: Tensor | None = None) -> Tensor:

@@ -167,9 +167,8 @@ def _frequencies(inv_freq: Tensor) -> tuple[float, ...]:
 
 
 def _rotate_(x: Tensor, cos: Tensor, sin: Tensor, mode: int) -> None:
-    pairs = x.unflatten(-1, (2, -1) if mode == NEOX else (-1, 2))
-    swapped = pairs.flip(-2 if mode == NEOX else -1).flatten(-2)
-    x.mul_(cos).add_(swapped.mul_(sin))
+    swapped = x.roll(x.shape[-1] // 2, -1) if mode == NEOX else x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    x.mul_(cos).addcmul_(swapped, sin)
 
 
 def _normalised(x: Tensor, weight: Tensor, epsilon: float, constant_bias: float) -> Tensor:

@@ -6,17 +6,15 @@ The engine computes in fp16 between layers, so a cosine of exactly 1 is not to b
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from backends.exllamav3.engine import Config, Model
 from tests.conftest import MakeOnce
 from tests.exl3 import make_exl3
+from tests.logits import engine_logits, prompt, reference_logits
 from tests.models import (
-    VOCABULARY,
     MakeModel,
     make_apertus,
     make_bailing_hybrid,
@@ -31,37 +29,6 @@ from tests.models import (
     make_nemotron_h,
     make_qwen3_next,
 )
-
-
-def engine_logits(directory: Path, ids: Tensor) -> Tensor:
-    model = Model.from_config(Config.from_directory(str(directory)))
-    model.load(progressbar=False)
-    with torch.inference_mode():
-        logits: Tensor = model.forward(ids, {"attn_mode": "flash_attn_nc"})
-    model.unload()
-    return logits.float()[..., :VOCABULARY]
-
-
-def reference_logits(directory: Path, ids: Tensor, **config: Any) -> Tensor:
-    """Of transformers in fp32, with changes to the model's configuration."""
-    from safetensors.torch import load_file
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = AutoConfig.from_pretrained(directory, **config)
-    if settings.model_type == "qwen3_5_text":
-        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
-        weights = load_file(directory / "model.safetensors")
-        # Named as exllamav3 expects them, see tests/models.py.
-        model.load_state_dict({name.replace("language_model.", ""): weight for name, weight in weights.items()})
-    else:
-        model = AutoModelForCausalLM.from_pretrained(directory, config=settings, dtype=torch.float32)
-    with torch.inference_mode():
-        logits: Tensor = model.eval()(ids).logits
-    return logits
-
-
-def prompt(tokens: int) -> Tensor:
-    return torch.randint(5, 1000, (1, tokens), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize(

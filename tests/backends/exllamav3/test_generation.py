@@ -18,8 +18,8 @@ from backends.exllamav3.model import ExllamaV3Container
 from common.config_models import DraftModelConfig
 from common.errors import Unsupported
 from common.sampling import SamplingParameters
-from tests.backends.exllamav3.test_engine_logits import reference_logits
 from tests.containers import Answer, answered, loaded, raw_text
+from tests.logits import reference_logits
 from tests.models import EOS_ID, VOCABULARY
 
 PROMPT = [5 + i * 7 % 900 for i in range(40)]

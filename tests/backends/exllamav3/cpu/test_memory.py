@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import ctypes
+import sys
+
+import pytest
 import torch
 
-from backends.exllamav3.cpu.memory import buffer_at, tensor_at
+from backends.exllamav3.cpu.memory import buffer_at, return_freed, tensor_at
 
 
 def test_a_view_shares_the_memory() -> None:
@@ -23,3 +27,19 @@ def test_bytes_are_writable() -> None:
     source = torch.zeros(4, dtype=torch.uint8)
     buffer_at(source.data_ptr() + 1, 2)[:] = b"\x05\x06"
     assert source.tolist() == [0, 5, 6, 0]
+
+
+def test_freed_memory_goes_back_where_the_c_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+
+    class Library:
+        malloc_trim = called.append
+
+    monkeypatch.setattr(sys, "platform", "linux")
+    for library in (Library, object()):  # the second as of musl
+        monkeypatch.setattr(ctypes, "CDLL", lambda name, library=library: library)
+        return_freed()
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: pytest.fail("there is no such library"))
+    return_freed()
+    assert called == [0]

@@ -20,11 +20,14 @@ def reference(x: Tensor, weight: Tensor, bias: float) -> Tensor:
     return torch.tensor([normalised(row) for row in x.tolist()]) * (weight.float() + bias)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("bias", [0.0, 1.0])
-def test_rms_norm(bias: float) -> None:
-    x, weight, y = torch.randn(3, 8), torch.randn(8, dtype=torch.bfloat16), torch.empty(3, 8)
-    norms.rms_norm(x, weight, y, EPSILON, bias, 1.0, False, False)
-    torch.testing.assert_close(y, reference(x, weight, bias))
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float, torch.bfloat16])
+def test_rms_norm(rows: int, bias: float, scale: float, dtype: torch.dtype) -> None:
+    x, weight, y = torch.randn(rows, 8), torch.randn(8, dtype=dtype), torch.empty(rows, 8)
+    norms.rms_norm(x, weight, y, EPSILON, bias, scale, False, False)
+    torch.testing.assert_close(y, scale * reference(x, weight, bias))
 
 
 def test_rms_norm_without_weight_scales() -> None:
