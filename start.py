@@ -226,8 +226,14 @@ def pip_install(*arguments: str) -> None:
 
 
 def compile_packages() -> None:
-    """Writes the packages' bytecode on all cores; pip would take a minute or two for it on one."""
-    run(PYTHON, "-m", "compileall", "-qq", "-j", "0", VENV)  # fails over files of packages that are no Python
+    """Writes the packages' bytecode on all cores; pip would take a minute or two for it on one.
+
+    One package at a time: before Python 3.11.5, a pool of processes that gets some 16,000 files at once may wait for
+    ever (https://github.com/python/cpython/issues/105829).
+    """
+    packages = [*VENV.glob("lib/python*/site-packages/*"), *VENV.glob("Lib/site-packages/*")]  # as Windows has it
+    folders = [path for path in packages if path.is_dir()]
+    run(PYTHON, "-m", "compileall", "-qq", "-j", "0", *folders)  # fails over files of packages that are no Python
 
 
 def try_engine() -> None:
