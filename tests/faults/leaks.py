@@ -15,8 +15,9 @@ from typing import NamedTuple
 from tests.endpoints.running import RunningServer
 
 DESCRIPTORS = "/proc/self/fd"
-# Threads that are started when there is work for them, and stay: of asyncio.to_thread(), and the server's own.
-POOLS = ("asyncio_", "constraints_", "prompts")
+# Threads that are started when there is work for them, and stay, or stay for a while: of asyncio.to_thread(), of AnyIO,
+# and the server's own.
+POOLS = ("asyncio_", "AnyIO worker thread", "constraints_", "prompts", "resolver")
 
 
 class Held(NamedTuple):
