@@ -33,6 +33,7 @@ def tensor_at(address: int, dtype: torch.dtype, shape: Sequence[int], strides: S
 def return_freed() -> None:
     """Give freed memory back to the system. glibc keeps much of what packing weights needed for a moment."""
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+        # By way of Python's own library, as nothing else is loaded. Other C libraries have none.
+        trim = getattr(ctypes.pythonapi, "malloc_trim", None)
         if trim is not None:
             trim(0)
