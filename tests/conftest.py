@@ -164,12 +164,12 @@ def tiny_moe(make_once: MakeOnce) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_nemotron_h(make_once: MakeOnce) -> Path:
-    return make_once("make_nemotron_h", models.make_nemotron_h)
+    return make_once("tiny-nemotron-h", models.make_nemotron_h)
 
 
 @pytest.fixture(scope="session")
 def tiny_kimi_linear(make_once: MakeOnce) -> Path:
-    return make_once("make_kimi_linear", models.make_kimi_linear)
+    return make_once("tiny-kimi-linear", models.make_kimi_linear)
 
 
 @pytest.fixture(scope="session")

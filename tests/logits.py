@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from backends.exllamav3.engine import Cache, CacheLayer_quant, Config, Model
+from common.config_models import PAGE_TOKENS
+from tests.engines import random_ids
 from tests.models import VOCABULARY
 
-PAGE = 256
 CHUNK = 100  # tokens that are processed at a time where there is a cache
 
 
@@ -26,7 +27,7 @@ def engine_logits(directory: Path, ids: Tensor, cache_bits: tuple[int, int] | No
     parameters: dict[str, Any] = {"attn_mode": "flash_attn_nc"}
     chunks = [ids]
     if cache_bits:
-        size = -(-ids.shape[1] // PAGE) * PAGE
+        size = -(-ids.shape[1] // PAGE_TOKENS) * PAGE_TOKENS
         k_bits, v_bits = cache_bits
         cache = Cache(model, max_num_tokens=size, layer_type=CacheLayer_quant, k_bits=k_bits, v_bits=v_bits)
         parameters = {"attn_mode": "flash_attn", "cache": cache, "batch_shape": (1, size)}
@@ -61,4 +62,4 @@ def reference_logits(directory: Path, ids: Tensor, **config: Any) -> Tensor:
 
 
 def prompt(tokens: int) -> Tensor:
-    return torch.randint(5, 1000, (1, tokens), generator=torch.Generator().manual_seed(1))
+    return random_ids(tokens, seed=1)

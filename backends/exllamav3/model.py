@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -475,6 +476,10 @@ class ExllamaV3Container:
         # The processes of tensor parallelism do not tell.
         if self.generator is not None and DEVICE == "cuda" and not self._tensor_parallel:
             return device_bytes()
+        return self._estimated_bytes
+
+    @cached_property
+    def _estimated_bytes(self) -> int:
         directories = [self.directory]
         if self.draft is not None and self.draft.model is not None and self.draft.mode == "model":
             directories.append(Path(self.draft.model.config.directory))  # others are in the model's own files

@@ -85,7 +85,7 @@ class PackedMatrix:
 
 
 class PlainMatrix:
-    """Its transpose, contiguous. Products of many rows widen it into a buffer that all matrices share."""
+    """Its transpose, contiguous. Products of many rows widen it."""
 
     _buffer = torch.empty(0)
 
@@ -96,19 +96,23 @@ class PlainMatrix:
     def product(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) <= VECTOR_ROWS:
-            out = torch.stack([torch.mv(self._transpose, row) for row in rows.half()]).float()
+            out = torch.stack([self._vector_product(row) for row in rows])
         else:
-            out = F.linear(rows, self._widened())
+            out = self._matrix_product(rows)
         return out.view(*x.shape[:-1], -1)
 
     def weight(self) -> Tensor:
         return self._transpose.T
 
-    def _widened(self) -> Tensor:
+    def _vector_product(self, row: Tensor) -> Tensor:
+        return torch.mv(self._transpose, row.half()).float()
+
+    def _matrix_product(self, rows: Tensor) -> Tensor:
+        """In a buffer that all these matrices share."""
         count = self._transpose.numel()
         if PlainMatrix._buffer.numel() < count:
             PlainMatrix._buffer = torch.empty(count)
-        return PlainMatrix._buffer[:count].view_as(self._transpose).copy_(self._transpose)
+        return F.linear(rows, PlainMatrix._buffer[:count].view_as(self._transpose).copy_(self._transpose))
 
 
 def make_matrix(weight: Tensor) -> Matrix:

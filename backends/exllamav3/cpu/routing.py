@@ -66,10 +66,8 @@ def routing_ds3_nogroup(
     logits = hidden.float() @ gate.float()
     activated = _activated(logits, act_fn)
     ranked = activated if bias is None else activated + bias.float()
-    indices = ranked.topk(topk_indices.shape[-1], dim=-1).indices
     scores.copy_(logits)
-    topk_indices.copy_(indices)
-    topk_weights.copy_(_shares(activated, indices, scaling_factor))
+    _choose(ranked, activated, topk_indices, topk_weights, scaling_factor)
 
 
 def routing_ds3_group(
@@ -95,9 +93,7 @@ def routing_ds3_group(
     worth = ranked.topk(min(2, ranked.shape[-1]), dim=-1).values.sum(-1)
     kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(-1, worth.topk(topk_group, dim=-1).indices, True)
     ranked = ranked.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
-    indices = ranked.topk(topk_indices.shape[-1], dim=-1).indices
-    topk_indices.copy_(indices)
-    topk_weights.copy_(_shares(activated, indices, scaling_factor))
+    _choose(ranked, activated, topk_indices, topk_weights, scaling_factor)
 
 
 def routing_sel_norm(
@@ -125,6 +121,14 @@ def routing_gemv_f32(hidden: Tensor, gate_t: Tensor, scores: Tensor) -> None:
 
 def _activated(logits: Tensor, act_fn: int) -> Tensor:
     return F.softplus(logits).sqrt() if act_fn == SQRT_SOFTPLUS else torch.sigmoid(logits)
+
+
+def _choose(
+    ranked: Tensor, activated: Tensor, topk_indices: Tensor, topk_weights: Tensor, scaling_factor: float
+) -> None:
+    indices = ranked.topk(topk_indices.shape[-1], dim=-1).indices
+    topk_indices.copy_(indices)
+    topk_weights.copy_(_shares(activated, indices, scaling_factor))
 
 
 def _shares(activated: Tensor, indices: Tensor, scaling_factor: float) -> Tensor:

@@ -17,42 +17,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backends.exllamav3.cpu.linear import PlainMatrix
+
 STEP: Final = 1 << 19  # weights that are widened at a time
 ROWS: Final = 1 << 10  # that are compared at a time
-VECTOR_ROWS: Final = 2  # up to here products with vectors are quicker
-EXACT: Final = 64  # logits of such a row that are computed in fp32
+EXACT: Final = 64  # logits of a row that are computed in fp32, where the others are in fp16
 
 
-class TiedMatrix:
-    """The transpose of an embedding, which holds it."""
-
-    nbytes = 0  # counted with the embedding
+class TiedMatrix(PlainMatrix):
+    """Its transpose is the embedding, which holds it."""
 
     def __init__(self, embedding: Tensor) -> None:
         """
         Args:
             embedding: (out, in), fp16, contiguous.
         """
-        self._transpose = embedding
-
-    def product(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if len(rows) <= VECTOR_ROWS:
-            out = torch.stack([self._vector_product(row) for row in rows])
-        else:
-            rows, parts = rows.float(), self._transpose.split(max(1, STEP // x.shape[-1]))
-            out = torch.cat([F.linear(rows, part.float()) for part in parts], dim=-1)
-        return out.view(*x.shape[:-1], -1)
-
-    def weight(self) -> Tensor:
-        return self._transpose.T
+        super().__init__(embedding.T)
+        self.nbytes = 0  # counted with the embedding
 
     def _vector_product(self, row: Tensor) -> Tensor:
         """In fp16, which would round away what tells near ties apart: hence the largest once more in fp32."""
-        out = torch.mv(self._transpose, row.half()).float()
+        out = super()._vector_product(row)
         largest = out.topk(min(EXACT, len(out))).indices
-        out[largest] = self._transpose[largest].float() @ row.float()
+        out[largest] = self._transpose[largest].float() @ row
         return out
+
+    def _matrix_product(self, rows: Tensor) -> Tensor:
+        parts = self._transpose.split(max(1, STEP // rows.shape[-1]))
+        return torch.cat([F.linear(rows, part.float()) for part in parts], dim=-1)
 
 
 def tie(layer: Any, modules: Iterable[Any]) -> None:
