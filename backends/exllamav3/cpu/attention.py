@@ -105,12 +105,12 @@ def _partial(grouped: Tensor, part: Part, scale: float, causal: bool = False) ->
     Returns:
         (key heads, group, queries, dim) and (key heads, group, queries).
     """
-    k, v = (x.float().transpose(0, 1).unsqueeze(1) for x in part)
-    group = grouped.shape[1]
+    k, v = (x.float().transpose(0, 1) for x in part)
     if causal:
-        out, sums = _flash(grouped, k.expand(-1, group, -1, -1), v.expand(-1, group, -1, -1), 0.0, True, scale=scale)
+        group = (-1, grouped.shape[1], -1, -1)
+        out, sums = _flash(grouped, k.unsqueeze(1).expand(group), v.unsqueeze(1).expand(group), 0.0, True, scale=scale)
     else:  # all queries that share a head of keys go through these together
-        out, sums = _flash(grouped.flatten(1, 2).unsqueeze(1), k, v, 0.0, False, scale=scale)
+        out, sums = _flash(grouped.flatten(1, 2).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), 0.0, False, scale=scale)
     return out.view(grouped.shape), sums.view(grouped.shape[:-1])
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,14 @@ class Layer:
 @dataclass
 class Module:
     inner: Layer | None
+
+
+class Attention:
+    def __init__(self, *layers: Layer) -> None:
+        self.q_proj, self.k_proj, self.v_proj = map(Module, layers)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self, self.q_proj, self.k_proj, self.v_proj))
 
 
 def make_layer(with_bias: bool = True) -> Layer:
@@ -72,6 +81,85 @@ def test_a_weight_is_held_in_one_form() -> None:
     weight = weakref.ref(layer.weight)
     linear_forward(layer, torch.ones(1, 24), {})
     assert weight() is None
+
+
+def joined_layers(monkeypatch: pytest.MonkeyPatch, *outputs: int) -> tuple[list[Layer], list[Tensor]]:
+    """Query, key and value of an attention, and their weights."""
+    monkeypatch.setattr(linear, "SMALL", 1)
+    layers = [Layer(torch.randn(24, size).half(), torch.randn(size).half(), size) for size in outputs]
+    weights = [layer.weight.clone() for layer in layers]
+    linear.prepare(Attention(*layers))
+    return layers, weights
+
+
+def with_bias_of(layer: Layer, product: Tensor) -> Tensor:
+    return product if layer.bias is None else product + layer.bias
+
+
+@pytest.mark.parametrize("dtype", [torch.half, torch.float])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("has_fbgemm", [True, False])
+def test_layers_with_the_same_input_share_a_matrix(
+    rows: int, dtype: torch.dtype, has_fbgemm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "HAS_FBGEMM", has_fbgemm and linear.HAS_FBGEMM)
+    layers, weights = joined_layers(monkeypatch, 10, 6, 33)
+    for _ in range(2):
+        x = torch.randn(1, rows, 24).to(dtype)
+        for layer, weight in zip(layers, weights, strict=True):
+            expected = with_bias_of(layer, x.float() @ weight.float())
+            torch.testing.assert_close(linear_forward(layer, x, {}), expected, atol=2e-2, rtol=2e-3)
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, weights, strict=True))
+
+
+def test_they_are_multiplied_by_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, _ = joined_layers(monkeypatch, 10, 6, 33)
+    form = type(layers[0].matrix._joined._whole)
+    calls, original = [], form.product
+
+    def product(matrix: Any, x: Tensor) -> Any:
+        calls.append(x)
+        return original(matrix, x)
+
+    monkeypatch.setattr(form, "product", product)
+    x = torch.randn(1, 24)
+    for layer in layers:
+        linear_forward(layer, x, {})
+    assert len(calls) == 1
+
+
+def test_a_layer_that_asks_again_does_not_get_the_old_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, _ = joined_layers(monkeypatch, 10, 6, 33)
+    x = torch.randn(1, 24)
+    before = linear_forward(layers[0], x, {})
+    x *= 2
+    assert not torch.equal(linear_forward(layers[0], x, {}), before)
+
+
+def test_nothing_is_kept_once_each_has_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, _ = joined_layers(monkeypatch, 10, 6, 33)
+    x = torch.randn(1, 24)
+    kept = weakref.ref(x)
+    for layer in layers:
+        linear_forward(layer, x, {})
+    del x
+    assert kept() is None
+
+
+def test_one_of_them_can_have_a_new_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, weights = joined_layers(monkeypatch, 10, 6, 33)
+    layers[1].weight = torch.zeros(24, 6).half()
+    x = torch.randn(1, 24)
+    torch.testing.assert_close(linear_forward(layers[1], x, {}), with_bias_of(layers[1], torch.zeros(1, 6)))
+    for layer, weight in ((layers[0], weights[0]), (layers[2], weights[2])):
+        torch.testing.assert_close(linear_forward(layer, x, {}), with_bias_of(layer, x @ weight.float()))
+
+
+def test_layers_with_other_inputs_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "SMALL", 1)
+    layers = [Layer(torch.randn(size, 10).half(), None, 10) for size in (24, 24, 8)]
+    linear.prepare(Attention(*layers))
+    assert not any(isinstance(layer.matrix, linear.JoinedPart) for layer in layers)
 
 
 def test_small_layers_are_left_as_they_are_until_they_are_used() -> None:
