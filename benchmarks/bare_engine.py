@@ -20,7 +20,7 @@ from backends.exllamav3.model import ExllamaV3Container
 from benchmarks.drivers import Answer, Answers, Ask, Job, serve_jobs
 from common.config_models import DraftModelConfig, LoadSettings, MemoryConfig, ModelConfig
 
-# What tests/models.py's template makes of one message.
+# What tests/models/tokenizer.py's template makes of one message.
 PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 

@@ -8,7 +8,9 @@ from the tokens to the logits of the last one; a decode step from a token to the
 printed are medians of wall time, with the least and the greatest, and of the ratios within a round. Other programs that
 run spoil it: the load is printed too.
 
---logits compares all architectures of the tests with transformers in fp32 instead, on tiny models with random weights.
+--logits compares all architectures of the tests with transformers in fp32 instead, on tiny models with random weights:
+logits of a text, and of one with an image; what towers make of the image; drafts of a prediction head. With --quick the
+text has 200 tokens in place of 400.
 
 What was tried, with one thread of a CPU with AVX2 that had other work: scaled dot product attention without a batch
 dimension materialised all logits, 54 % of the time of a prefill of 1,024 tokens. With one, in parts of the cache where
@@ -31,6 +33,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from loguru import logger
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
@@ -39,9 +42,19 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from backends.exllamav3.engine import ENGINE_VERSION, Cache, Config, Model
+from common.images import decode_image
 from tests import models
 from tests.exl3 import make_exl3
-from tests.logits import engine_logits, prompt, reference_logits
+from tests.logits import (
+    UNQUANTISED,
+    engine_draft_logits,
+    engine_logits,
+    prompt,
+    reference_draft_logits,
+    reference_logits,
+)
+from tests.pictures import picture
+from tests.towers import TOWERS, engine_sight, reference_sight
 from tools.demo_model import install_demo_model
 
 CACHE_TOKENS: Final = 4096
@@ -50,7 +63,9 @@ FLAGS: Final = ("f16c", "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf
 # Of the tests' makers, those whose models are also compared with weights in EXL3, and with a quantised cache.
 IN_EXL3: Final = ("llama", "moe", "hybrid", "qwen3_next")
 CACHED: Final = ("llama", "deepseek")  # without recurrent states, which would have to be handed on
-CACHE_BITS: Final = ((8, 8), (6, 5), (4, 4))  # of keys and of values
+CACHE_BITS: Final = (UNQUANTISED, (8, 8), (6, 5), (4, 4))  # of keys and of values
+ORANGE: Final = (250, 120, 60)
+ORDINARY: Final = 32  # the first token that is special to no model; the others may stand for images
 
 console = Console()
 
@@ -204,26 +219,37 @@ def compare_speed(directory: Path, rounds: int, prompts: Sequence[int], steps: i
 
 
 def compare_logits(tokens: int) -> None:
-    table = Table("Model", "Cosine: median", "least", "Same best token", title="Logits, ours and transformers float32")
-    ids = prompt(tokens)
+    """Print a table in Markdown."""
+    table = Table("model", "cosine: median", "least", "same best token", box=box.MARKDOWN)
+    ids = prompt(tokens).clamp(min=ORDINARY)
 
-    def compare(label: str, directory: Path, expected: Tensor, cache_bits: tuple[int, int] | None = None) -> None:
-        logits = engine_logits(directory, ids, cache_bits)
-        cosine = torch.cosine_similarity(logits, expected, dim=-1)
-        same = (logits.argmax(-1) == expected.argmax(-1)).float().mean().item()
-        table.add_row(label, f"{cosine.median().item():.6f}", f"{cosine.min().item():.6f}", f"{same:.1%}")
+    def compare(label: str, found: Tensor, expected: Tensor, *, logits: bool = True) -> None:
+        cosine = torch.cosine_similarity(found, expected, dim=-1)
+        same = f"{(found.argmax(-1) == expected.argmax(-1)).float().mean().item():.1%}" if logits else ""
+        table.add_row(f"`{label}`", f"{cosine.median().item():.6f}", f"{cosine.min().item():.6f}", same)
 
     with tempfile.TemporaryDirectory() as folder:
-        for maker in sorted(name for name in vars(models) if name.startswith("make_")):
-            name = maker.removeprefix("make_")
-            directory = getattr(models, maker)(Path(folder) / name)
+        makers = {name.removeprefix("make_"): make for name, make in vars(models).items() if name.startswith("make_")}
+        for name, make in sorted(makers.items()):
+            directory = make(Path(folder) / name)
             expected = reference_logits(directory, ids)
-            compare(name, directory, expected)
+            compare(name, engine_logits(directory, ids), expected)
             if name in IN_EXL3:
                 packed = make_exl3(Path(folder) / f"{name}-exl3", directory)
-                compare(f"{name}, in EXL3", packed, reference_logits(packed / "decoded", ids))
+                compare(f"{name}, in EXL3", engine_logits(packed, ids), reference_logits(packed / "decoded", ids))
             for bits in CACHE_BITS if name in CACHED else ():
-                compare(f"{name}, cache_mode {bits[0]},{bits[1]}", directory, expected, bits)
+                kind = "in chunks" if bits == UNQUANTISED else f"cache_mode {bits[0]},{bits[1]}"
+                compare(f"{name}, {kind}", engine_logits(directory, ids, bits), expected)
+            for label, tower in TOWERS.items():
+                if tower.make is make:
+                    image = decode_image(picture(ORANGE, tower.size), "")
+                    shown, ours = engine_sight(directory, image, *ids.tensor_split(2, dim=1))
+                    theirs = reference_sight(directory, tower, image, shown)
+                    compare(f"{label}, tower", ours.embeddings, theirs.embeddings, logits=False)
+                    compare(f"{label}, with an image", ours.logits, theirs.logits)
+            if name == "mtp":
+                drafted = engine_draft_logits(directory, ids)
+                compare(f"{name}, prediction head", drafted, reference_draft_logits(directory, ids))
     console.print(table)
 
 
@@ -252,7 +278,7 @@ def main() -> None:
     describe_machine(given.threads)
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
         if given.logits:
-            compare_logits(100 if given.quick else 400)
+            compare_logits(200 if given.quick else 400)
         else:
             directory = given.model or install_demo_model(Path(folder))
             rounds, prompts, steps = (3, (256,), 8) if given.quick else (given.rounds, (256, 1024), 32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -143,7 +144,7 @@ class ExllamaV3Container:
         _check_quantisation(self.config, directory.name)
         self._check_devices()
         self.config.infer_params.moe_cpu_offload = model_settings.cpu_moe_offload_layers
-        self.model = Model.from_config(self.config)
+        self.model = _make_model(self.config, directory.name)
         check_kernels(self.model, directory.name)
         self.tokenizer, self.add_bos = _read_tokenizer(self.config, directory)
         self.encoder = PromptEncoder(self.tokenizer)
@@ -299,7 +300,7 @@ class ExllamaV3Container:
                     f"{self.directory.name} has no multi-token prediction head. Use another draft_model.draft_mode.",
                     param="draft_model.draft_mode",
                 )
-            model = Model.from_config(self.config, component="mtp")
+            model = _make_model(self.config, self.directory.name, "mtp")
             if not has_weights(model):
                 raise InvalidRequest(
                     f"{self.directory.name} should have a multi-token prediction head, but its files do not hold it. "
@@ -314,7 +315,7 @@ class ExllamaV3Container:
                 config = _read_config(directory)
                 _check_quantisation(config, directory.name)
                 self.warnings += compare_vocabularies(config, directory, self.config, self.tokenizer)
-                model = Model.from_config(config)
+                model = _make_model(config, directory.name)
             except InvalidRequest as error:
                 error.param = param
                 raise
@@ -635,13 +636,25 @@ class ExllamaV3Container:
 
 def _read_config(directory: Path) -> Config:
     check_files(directory)
-    try:
+    with _readable(directory.name):
         config = Config.from_directory(str(directory))
-    except (AssertionError, KeyError, TypeError, ValueError, OSError) as error:
-        # The engine's words name the file and what it misses in it.
-        raise InvalidRequest(f"{directory.name} is not a model that ExLlamaV3 can load: {error}") from error
     check_complete(directory)
     return config
+
+
+def _make_model(config: Config, name: str, component: str = "text") -> Model:
+    with _readable(name):
+        return Model.from_config(config, component)
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """What the engine raises, which can be anything, names the file and what it misses in it."""
+    try:
+        yield
+    except Exception as error:
+        what = str(error) or type(error).__name__
+        raise InvalidRequest(f"{name} is not a model that ExLlamaV3 can load: {what}") from error
 
 
 def _check_quantisation(config: Config, name: str) -> None:

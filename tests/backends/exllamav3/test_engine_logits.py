@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.conftest import MakeOnce
 from tests.exl3 import make_exl3
-from tests.logits import engine_logits, prompt, reference_logits
+from tests.logits import engine_draft_logits, engine_logits, prompt, reference_draft_logits, reference_logits
 from tests.models import (
     MakeModel,
     make_apertus,
@@ -26,6 +26,7 @@ from tests.models import (
     make_kimi_linear,
     make_lfm2_moe,
     make_moe,
+    make_mtp,
     make_nemotron_h,
     make_qwen3_next,
 )
@@ -66,6 +67,11 @@ def test_logits_of_models_that_choose_experts(make_once: MakeOnce, make: MakeMod
     logits, expected = engine_logits(directory, ids), reference_logits(directory, ids)
     assert torch.nn.functional.cosine_similarity(logits, expected, dim=-1).median() >= 0.9999
     assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() >= 0.95
+
+
+def test_drafts_of_a_prediction_head(make_once: MakeOnce) -> None:
+    directory, ids = make_once("make_mtp", make_mtp), prompt(100)
+    assert_close(engine_draft_logits(directory, ids), reference_draft_logits(directory, ids), 0.9999)
 
 
 @pytest.mark.slow

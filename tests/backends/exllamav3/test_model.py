@@ -18,6 +18,7 @@ from common.config_models import DraftModelConfig
 from common.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from common.generation import GenerationRequest
 from tests.containers import GREEDY, SMALL, answered, loaded
+from tests.models import make_gemma4
 from tests.scripted import load_settings
 
 
@@ -224,10 +225,29 @@ def test_a_broken_tokenizer_names_its_files(tmp_path: Path, tiny_llama: Path, na
         ExllamaV3Container.create(folder, load_settings(**SMALL))
 
 
-def test_a_config_with_values_of_the_wrong_type_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"hidden_size": "many"}, "hidden_size"),
+        ({"architectures": []}, "odd is not a model that ExLlamaV3 can load"),
+        ({"rope_scaling": 3}, "odd is not a model that ExLlamaV3 can load"),
+    ],
+)
+def test_a_config_that_the_engine_cannot_use_is_refused(
+    tmp_path: Path, tiny_llama: Path, values: dict[str, Any], what: str
+) -> None:
     folder = tmp_path / "odd"
     shutil.copytree(tiny_llama, folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "many"}), encoding="utf-8")
-    with pytest.raises(InvalidRequest, match="hidden_size"):
+    (folder / "config.json").write_text(json.dumps(config | values), encoding="utf-8")
+    with pytest.raises(InvalidRequest, match=what):
+        ExllamaV3Container.create(folder, load_settings(**SMALL))
+
+
+def test_layers_that_the_engine_does_not_have_are_refused(tmp_path: Path) -> None:
+    folder = make_gemma4(tmp_path / "gemma4")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["text_config"]["hidden_size_per_layer_input"] = 32
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(InvalidRequest, match="gemma4 is not a model that ExLlamaV3 can load: .*per-layer inputs"):
         ExllamaV3Container.create(folder, load_settings(**SMALL))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
-from PIL.Image import Image
 from torch import Tensor
 
 from backends.exllamav3 import engine
@@ -27,14 +25,15 @@ from common.images import decode_image
 from common.sampling import SamplingParameters
 from tests.conftest import MakeOnce
 from tests.containers import GREEDY, Answer, answered, loaded
-from tests.models import VOCABULARY, MakeModel, make_gemma3, make_glm4v, make_lfm2_vl, make_mistral3, make_qwen3_vl
+from tests.models import VOCABULARY
+from tests.models.vision import GEMMA4_WINDOW
 from tests.pictures import BLUE, RED, picture, shown
 from tests.scripted import load_settings
+from tests.towers import TOWERS, Tower, reference_sight
 
 FILLER = "Ada carried the lantern near the harbour, slowly. "
 LARGE = (256, 256)  # 64 tokens and two around them
 START, PAD, END = 5, 6, 7
-PATCH = 16  # pixels
 
 
 @pytest.fixture(scope="module")
@@ -264,87 +263,72 @@ async def test_images_count_for_the_length_of_the_context(
 # --- towers of other families -----------------------------------------------------------------------------------------
 
 
-def pixels(image: Image) -> Tensor:
-    """(3, height, width), normalised as tests/models.py says."""
-    mean, deviation = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.5, 0.4, 0.6])
-    return ((torch.tensor(np.array(image)) / 255 - mean) / deviation).permute(2, 0, 1)
-
-
-def whole(image: Image) -> dict[str, Tensor]:
-    return {"pixel_values": pixels(image).unsqueeze(0), "image_sizes": torch.tensor([[image.height, image.width]])}
-
-
-def in_patches(image: Image) -> dict[str, Tensor]:
-    """Each row by row, its colours innermost."""
-    patches = pixels(image).unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).permute(1, 2, 3, 4, 0)
-    rows, columns = patches.shape[:2]
-    return {
-        "pixel_values": patches.reshape(1, rows * columns, -1),
-        "spatial_shapes": torch.tensor([[rows, columns]]),
-        "pixel_attention_mask": torch.ones((1, rows * columns), dtype=torch.long),
-    }
-
-
-def in_blocks(image: Image) -> dict[str, Tensor]:
-    """The four patches that become a token one after the other, each twice, as two moments of a film."""
-    patches = pixels(image).unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH)
-    _, rows, columns, *_ = patches.shape
-    blocks = patches.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(1, 3, 2, 4, 0, 5, 6)
-    twice = blocks.unsqueeze(5).expand(*[-1] * 5, 2, -1, -1)
-    return {
-        "pixel_values": twice.reshape(rows * columns, -1),
-        "image_grid_thw": torch.tensor([[1, rows, columns]]),
-    }
-
-
-@dataclass(frozen=True)
-class Tower:
-    make: MakeModel
-    size: tuple[int, int]  # of an image that need not be resized, in pixels
-    inputs: Callable[[Image], dict[str, Tensor]]  # of transformers
-    multimodal_rope: bool = False
-
-
-TOWERS = {
-    # transformers lets the tokens of an image see each other if it is told where they are; the engine does not.
-    "gemma3": Tower(make_gemma3, (128, 128), whole),
-    "lfm2_vl": Tower(make_lfm2_vl, (128, 96), in_patches),
-    "mistral3": Tower(make_mistral3, (128, 64), whole),
-    "glm4v": Tower(make_glm4v, (128, 96), in_blocks, multimodal_rope=True),
-    "qwen3_vl": Tower(make_qwen3_vl, (128, 96), in_blocks, multimodal_rope=True),
-}
+SLOW_TOWERS = ("lfm2_vl", "mistral3", "glm4v", "qwen3_vl")
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     "family",
-    ["gemma3", "lfm2_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral3", "glm4v", "qwen3_vl"))],
+    [
+        *("gemma3", "lfm2_vl_tiles", "qwen2_5_vl"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_TOWERS),
+    ],
 )
 async def test_what_a_tower_sees_is_what_transformers_sees(family: str, make_once: MakeOnce) -> None:
-    from transformers import AutoModelForImageTextToText
+    await compare_with_transformers(TOWERS[family], make_once, "THIS: " + FILLER)
 
-    tower = TOWERS[family]
-    directory = make_once(f"tiny-{family}", tower.make)
-    reference = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("text", "across_chunks"), [(FILLER * 2, False), (FILLER * 23, True)], ids=["in_a_chunk", "across_chunks"]
+)
+async def test_tokens_of_an_image_see_each_other_in_gemma_4(
+    text: str, across_chunks: bool, make_once: MakeOnce
+) -> None:
+    """Also where a prefill chunk would end between them.
+
+    transformers lets them do so in layers with windows only, the engine in all: `_prepare_noncausal_mm_spans` in its
+    `architecture/gemma4.py` does not tell layers apart. So transformers is given masks as the engine has them.
+    """
+    ids = await compare_with_transformers(TOWERS["gemma4"], make_once, text + "THIS", gemma4_masks)
+    assert (ids.index(START) < 256 < ids.index(END)) == across_chunks
+
+
+def gemma4_masks(ids: Tensor) -> dict[str, Any]:
+    """Of tokens (rows), those they see; `ids`, (1, tokens), with one image."""
+    places, image = torch.arange(ids.shape[1]), ids[0] >= FIRST_IMAGE_ID
+    distance = places[:, None] - places
+    seen = (distance >= 0) | (image[:, None] & image)
+    masks = {"full_attention": seen, "sliding_attention": seen & (distance < GEMMA4_WINDOW)}
+    return {"attention_mask": {kind: mask[None, None] for kind, mask in masks.items()}}
+
+
+async def compare_with_transformers(
+    tower: Tower, make_once: MakeOnce, prompt: str, more: Callable[[Tensor], dict[str, Any]] = lambda ids: {}
+) -> list[int]:
+    """What the engine makes of an image, and what it says of a prompt that shows it in place of THIS.
+
+    Args:
+        more: what transformers' model takes beside the ids of the prompt and its answer, which it is given.
+
+    Returns:
+        The ids of the prompt.
+    """
+    directory = make_once(tower.make.__name__, tower.make)
     data = picture((250, 120, 60), tower.size)
-    inputs = tower.inputs(decode_image(data, ""))
-    prompt, pictures = "THIS: " + FILLER, {"THIS": data}
+    pictures = {"THIS": data}
     async with loaded(directory, vision=True, chunk_size=256) as container:
         answer = await asked(container, prompt, pictures)
         ids = encoded(container, prompt, pictures)
         (embedding,) = vision_of(container).embed(shown(prompt, pictures))
 
-    with torch.inference_mode():
-        seen = reference.get_image_features(**inputs).pooler_output
-        seen = seen if isinstance(seen, Tensor) else torch.cat(seen)
-        assert torch.cosine_similarity(embedding.embeddings.float(), seen.flatten(0, -2), dim=-1).min() > 0.9999
-        tokens = torch.tensor([[PAD if token >= FIRST_IMAGE_ID else token for token in [*ids, *answer.token_ids]]])
-        if tower.multimodal_rope:
-            inputs["mm_token_type_ids"] = (tokens == PAD).int()
-        logits = reference(input_ids=tokens, **inputs).logits[0, len(ids) - 1 : -1, :VOCABULARY]
-    expected = logits.log_softmax(-1)
+    whole = torch.tensor([[*ids, *answer.token_ids]])
+    seen, logits = reference_sight(directory, tower, decode_image(data, ""), whole, **more(whole))
+    assert torch.cosine_similarity(embedding.embeddings.float(), seen, dim=-1).min() > 0.9999
+    expected = logits[0, len(ids) - 1 : -1].log_softmax(-1)
     assert answer.token_ids == expected.argmax(-1).tolist()
     assert logprobs(answer) == pytest.approx(expected.amax(-1).tolist(), abs=0.02)
+    return ids
 
 
 def vision_of(container: ExllamaV3Container) -> Vision:
