@@ -33,10 +33,12 @@ class Matrix:
 
     Attributes:
         tensors: as a file has them, by the last part of their names.
+        inner: (in, out), fp32, both padded to a multiple of 128: what the trellis stands for.
         weight: (out, in), fp32: what they stand for.
     """
 
     tensors: dict[str, Tensor]
+    inner: Tensor
     weight: Tensor
 
 
@@ -83,28 +85,8 @@ def states_in(rings: Tensor, bits: float) -> Tensor:
     return states
 
 
-def nearest_states(tiles: Tensor, bits: float, codebook: str | None) -> Tensor:
-    """States near to the numbers in tiles, (tiles, 256) in the order of the ring.
-
-    The engine looks for the best path, this takes the best next step. The first states reach back over the end of the
-    ring, whose last 16 bits are therefore zero.
-    """
-    values = torch.from_numpy(numbers(codebook)).float()
-    state = torch.zeros(len(tiles), 1, dtype=torch.long)
-    states, begin = [], 0
-    for place, end in enumerate(ends(bits)):
-        width = end - begin
-        steps = torch.arange(1 if end > RING * bits - 16 else 1 << width)
-        candidates = ((state << width) & 0xFFFF) | steps
-        best = (values[candidates] - tiles[:, place : place + 1]).abs().argmin(-1, keepdim=True)
-        state = candidates.gather(1, best)
-        states.append(state)
-        begin = end
-    return torch.cat(states, 1)
-
-
 def rings_of(states: Tensor, bits: float) -> Tensor:
-    """The single bits that states like those of `nearest_states` share."""
+    """The single bits of states (tiles, 256), in the order of the ring: (tiles, 256 * bits)."""
     widths = np.diff([0, *ends(bits)])
     return torch.cat(
         [(states[:, place, None] >> torch.arange(width - 1, -1, -1)) & 1 for place, width in enumerate(widths)], 1
@@ -155,13 +137,13 @@ def random_matrix(
     rings = torch.randint(0, 2, (rows * columns, int(RING * bits)), generator=generator, dtype=torch.uint8)
     tiles = torch.empty(rows * columns, RING)
     tiles[:, places()] = torch.from_numpy(numbers(codebook)).float()[states_in(rings, bits)]
-    trellis = tiles.view(rows, columns, TILE, TILE).transpose(1, 2).reshape(inputs, outputs)
-    weight = suh.float().unsqueeze(-1) * hadamard(trellis) * svh.float()
+    inner = tiles.view(rows, columns, TILE, TILE).transpose(1, 2).reshape(inputs, outputs)
+    weight = suh.float().unsqueeze(-1) * hadamard(inner) * svh.float()
 
     tensors = {"trellis": packed(rings).view(rows, columns, -1), "suh": suh, "svh": svh}
     if codebook is not None:
         tensors[codebook] = torch.from_numpy(np.array(MULTIPLIERS[codebook], np.uint32).view(np.int32))
-    return Matrix(tensors, weight.T[: shape[0], : shape[1]].contiguous())
+    return Matrix(tensors, inner, weight.T[: shape[0], : shape[1]].contiguous())
 
 
 def make_exl3(directory: Path, source: Path) -> Path:

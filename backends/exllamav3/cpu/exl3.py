@@ -94,7 +94,10 @@ def _rate(trellis: Tensor, codebook: Codebook) -> int:
     rate, rest = divmod(trellis.shape[-1], TILE // 2)
     rates = itertools.chain(WHOLE_RATES, HALF_RATES if codebook is Codebook.MUL1 else ())
     if trellis.dim() != 3 or trellis.dtype != torch.int16 or rest or rate not in rates:
-        raise ValueError(f"A trellis of {tuple(trellis.shape)} in {trellis.dtype} has no rate that EXL3 knows.")
+        raise ValueError(
+            f"A trellis of {tuple(trellis.shape)} in {trellis.dtype} has no bitrate that EXL3 knows with the codebook "
+            f"{codebook.name}."
+        )
     return rate
 
 
@@ -142,7 +145,7 @@ def _hadamard(size: int) -> Tensor:
 
 
 def unpacked_signs(packed: Tensor) -> Tensor:
-    """Of an older form of suh and svh, one bit a sign in int16: 1 or -1 in fp16."""
+    """Of an older form of suh and svh, one bit a sign in int16: 1 or -1 in fp16 (`LinearEXL3.unpack_bf`)."""
     bits = (packed.unsqueeze(-1) >> torch.arange(16, dtype=torch.int16)) & 1
     return 1 - 2 * bits.flatten().half()
 
@@ -156,11 +159,14 @@ def load_exl3(layer: Any, key: str) -> bool:
     What the padding to 128 added is cut off where the layer has none.
 
     Raises:
-        ValueError: the tensors do not fit the layer.
+        ValueError: some of the tensors are missing, or they do not fit together or the layer.
     """
+    # This module is there before the engine is imported.
     from exllamav3.modules.quant import LinearFP16
 
     if not layer.is_exl3_storage(key):
+        if key == layer.key and layer.config.stc.has_tensor(f"{key}.trellis"):
+            raise ValueError(f"{key} is damaged. Its trellis has no suh or no svh beside it. Download the model again.")
         return False
     layer.used_alt_key = key == layer.alt_key
 

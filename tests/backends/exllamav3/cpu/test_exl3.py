@@ -13,8 +13,9 @@ from torch import Tensor
 
 import backends.exllamav3.engine  # noqa: F401  (installs the kernels)
 from backends.exllamav3.cpu.exl3 import Codebook, decode, numbers, unpacked_signs
-from backends.exllamav3.engine import Config, Linear, Model
+from backends.exllamav3.engine import Config, Linear, Model, kernels
 from tests import exl3
+from tests.exl3_converter import converter
 from tests.models import VOCABULARY
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are installed where there is no GPU")
@@ -59,31 +60,30 @@ def test_a_matrix_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("bits", "codebook"), [(3, "mcg"), (2.5, "mul1"), (4, None)])
-def test_what_the_engines_quantiser_writes_is_read_as_it_means_it(
+def test_a_matrix_is_what_the_engine_reconstructs(
     bits: float, codebook: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its two CUDA kernels, the search for states and the packing of them, are those of tests/exl3.py here."""
+    """`LinearEXL3.get_weight_tensor`, over what its CUDA kernel makes of the trellis; it rounds to fp16 in between."""
+    matrix = exl3.random_matrix((256, 128), bits, codebook)
+    monkeypatch.setattr(kernels, "BC_LinearEXL3", lambda *arguments: None, raising=False)
+    monkeypatch.setattr(kernels, "reconstruct", lambda out, *arguments: out.copy_(matrix.inner), raising=False)
+    layer = importlib.import_module("exllamav3.modules.quant.exl3").LinearEXL3(None, 128, 256, **matrix.tensors)
+    torch.testing.assert_close(decoded(matrix.tensors).T, layer.get_weight_tensor(), atol=2**-8, rtol=0)
+
+
+@pytest.mark.parametrize(("bits", "codebook"), [(3, "mcg"), (2.5, "mul1"), (4, None)])
+def test_what_the_engines_quantiser_writes_is_read_as_it_means_it(bits: float, codebook: str | None) -> None:
+    """Without calibration; test_exl3_conversion.py has the rest."""
     quantiser = importlib.import_module("exllamav3.modules.quant.exl3_lib.quantize")
-
-    def quantize_tiles(tiles: Tensor, arguments: object) -> tuple[Tensor, Tensor]:
-        states = exl3.nearest_states(tiles, bits, codebook)
-        return torch.from_numpy(exl3.numbers(codebook)).float()[states], states.to(torch.int16)
-
-    def pack_trellis(states: Tensor, arguments: object) -> Tensor:
-        rings = exl3.rings_of(states.reshape(-1, exl3.RING).int() & 0xFFFF, bits)
-        return exl3.packed(rings).view(*states.shape[:2], -1)
-
-    monkeypatch.setattr(quantiser, "quantize_tiles_multigpu", quantize_tiles)
-    monkeypatch.setattr(quantiser, "pack_trellis", pack_trellis)
-    monkeypatch.setattr(quantiser, "get_quant_stream", lambda device: None)
     arguments: dict[str, Any] = {"K": bits, "seed": 0, "devices": ["cpu"], "apply_out_scales": True}
     if codebook is not None:
         arguments[codebook] = True
     uncalibrated = {"H": torch.zeros(128, 128, device="meta"), "device": torch.device("cpu")}
     original = torch.randn(128, 128) * torch.rand(128) * 0.1
-    meant, _, tensors = quantiser.quantize_exl3(original.clone(), uncalibrated, arguments, return_weight_q=True)
+    with converter():
+        meant, _, tensors = quantiser.quantize_exl3(original.clone(), uncalibrated, arguments, return_weight_q=True)
     assert (decoded(tensors).T.float() - meant).abs().max() < 2**-11
-    assert torch.corrcoef(torch.stack((meant.flatten(), original.flatten())))[0, 1] > 0.7
+    assert torch.corrcoef(torch.stack((meant.flatten(), original.flatten())))[0, 1] > 0.9
 
 
 def test_scales_of_the_older_form_are_signs() -> None:
@@ -101,11 +101,11 @@ def test_scales_of_the_older_form_are_signs() -> None:
 @pytest.mark.parametrize(
     ("trellis", "suh", "svh", "message"),
     [
-        (torch.zeros(8, 8, 72, dtype=torch.int16), 128, 128, r"\(8, 8, 72\) in torch.int16 has no rate"),
-        (torch.zeros(8, 8, 56, dtype=torch.int16), 128, 128, "no rate"),  # 3.5 bits need another codebook
-        (torch.zeros(8, 8, 50, dtype=torch.int16), 128, 128, "no rate"),
-        (torch.zeros(8, 8, 48, dtype=torch.int32), 128, 128, "in torch.int32 has no rate"),
-        (torch.zeros(8, 48, dtype=torch.int16), 128, 128, "no rate"),
+        (torch.zeros(8, 8, 72, dtype=torch.int16), 128, 128, r"\(8, 8, 72\) in torch.int16 has no bitrate .* MCG"),
+        (torch.zeros(8, 8, 56, dtype=torch.int16), 128, 128, "no bitrate"),  # 3.5 bits need another codebook
+        (torch.zeros(8, 8, 50, dtype=torch.int16), 128, 128, "no bitrate"),
+        (torch.zeros(8, 8, 48, dtype=torch.int32), 128, 128, "in torch.int32 has no bitrate"),
+        (torch.zeros(8, 48, dtype=torch.int16), 128, 128, "no bitrate"),
         (torch.zeros(8, 8, 48, dtype=torch.int16), 64, 128, r"has \(64,\) and \(128,\)"),
         (torch.zeros(8, 9, 48, dtype=torch.int16), 128, 144, "multiples of 128"),
     ],
@@ -118,7 +118,7 @@ def test_tensors_that_are_no_matrix_are_refused(trellis: Tensor, suh: int, svh: 
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def edited(source: Path, folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> Config:
+def edited(source: Path, folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> Config:
     """The configuration of a copy of a model with other tensors."""
     folder.mkdir()
     for path in source.iterdir():
@@ -173,6 +173,14 @@ def test_a_layer_that_its_tensors_do_not_fit_is_refused(tiny_exl3: Path, tmp_pat
 
     config = edited(tiny_exl3, tmp_path / "model", cut)
     with pytest.raises(ValueError, match=r"q_proj is damaged\. A trellis .* Download the model again\."):
+        Linear(config, LAYER, 192, 192).load(torch.device("cpu"))
+    config.stc.close()
+
+
+@pytest.mark.parametrize("name", ["suh", "svh"])
+def test_a_layer_without_its_scales_is_refused(tiny_exl3: Path, tmp_path: Path, name: str) -> None:
+    config = edited(tiny_exl3, tmp_path / "model", lambda tensors: tensors.pop(f"{LAYER}.{name}"))
+    with pytest.raises(ValueError, match=r"q_proj is damaged\. .* no suh or no svh .* Download the model again\."):
         Linear(config, LAYER, 192, 192).load(torch.device("cpu"))
     config.stc.close()
 
