@@ -24,6 +24,7 @@ from main import plan_checkpoints
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_real_model_has_the_settings_of_its_load(tiny_hybrid: Path, tmp_path: Path) -> None:
     model = tmp_path / "models" / "hybrid"
     shutil.copytree(tiny_hybrid, model)

@@ -421,6 +421,7 @@ def wait_until_ready(client: httpx.Client, server: subprocess.Popen[bytes]) -> N
     pytest.fail("the server did not become ready")
 
 
+@pytest.mark.slow
 @posix_only
 @pytest.mark.skipif(not start.RECORD.exists(), reason="needs the environment that scripts/install makes")
 def test_start_sh_serves_the_demo_model(tmp_path: Path) -> None:

@@ -42,9 +42,8 @@ def create(directory: Path, draft: DraftModelConfig) -> ExllamaV3Container:
 # --- drafts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind", ["mtp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("hybrid drafted for", "sliding"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mtp", "hybrid drafted for", "sliding"])
 async def test_no_draft_changes_a_token(kind: str, request: pytest.FixtureRequest) -> None:
     """Nor what a model with recurrent layers finds in its cache afterwards."""
     match kind:

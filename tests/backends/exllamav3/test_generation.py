@@ -372,6 +372,7 @@ async def test_without_a_seed_texts_differ(llama: ExllamaV3Container) -> None:
     assert first.text != second.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SEEDED, ids=["temperature", "xtc", "adaptive-p", "penalties"])
 async def test_drafts_do_not_change_a_seeded_text(tiny_llama: Path, sampling: SamplingParameters) -> None:
     prompt = [5 + i % 40 for i in range(100)]

@@ -192,7 +192,9 @@ async def test_characters_of_a_text_become_tokens(hybrid: ExllamaV3Container) ->
 # --- what they save ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fixture", RECURRENT)
+@pytest.mark.parametrize(
+    "fixture", [RECURRENT[0], *(pytest.param(other, marks=pytest.mark.slow) for other in RECURRENT[1:])]
+)
 async def test_an_edit_at_a_boundary_is_resumed_there(request: pytest.FixtureRequest, fixture: str) -> None:
     """For one pass more and no token more; and it is answered as if nothing had been cached."""
     prompt = some_prompt(900)

@@ -99,6 +99,7 @@ async def test_everything_else_is(tiny_hybrid: Path, recorder: Recorder) -> None
         assert container.warnings == []
 
 
+@pytest.mark.slow
 async def test_a_hybrid_draft_needs_no_other_and_changes_no_token(tiny_hybrid: Path) -> None:
     """A prompt that repeats itself is drafted from."""
     prompt = [5 + i % 7 for i in range(60)]

@@ -176,7 +176,7 @@ def special_tokens(container: ExllamaV3Container) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("thoughts", [THOUGHTS, CONTROL_TAGS], ids=["text", "control"])
-@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("draft", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_json_after_a_thought_that_was_ended(tiny_llama: Path, thoughts: Thoughts, draft: bool) -> None:
     draft_model = DraftModelConfig(draft_mode="ngram") if draft else None
     async with loaded(tiny_llama, draft_model=draft_model) as container:
@@ -225,7 +225,7 @@ async def test_every_token_of_the_ending_has_its_log_probability(llama: ExllamaV
     assert_logprobs_of_the_model(llama, PROMPT, answer)
 
 
-@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize("logprobs", [pytest.param(None, marks=pytest.mark.slow), 1])
 async def test_drafts_change_nothing(tiny_llama: Path, logprobs: int | None) -> None:
     prompt = [300, 301, 301] * 60
     fields: dict[str, Any] = {

@@ -76,6 +76,7 @@ async def test_a_tier_in_ram_alone(tiny_hybrid: Path) -> None:
         assert warm.token_ids == cold.token_ids
 
 
+@pytest.mark.slow
 async def test_states_in_fp32_take_more_and_survive_disk(tiny_hybrid: Path, tmp_path: Path) -> None:
     async with loaded(tiny_hybrid, memory=on_disk(tmp_path), recurrent_dtype="fp32", **FOUR_PAGES) as model:
         full = model.info().checkpoints
@@ -125,6 +126,7 @@ async def test_a_small_disk_tier_drops_what_is_oldest(tiny_hybrid: Path, tmp_pat
     assert sum(path.stat().st_size for path in (*files(tmp_path, "kv"), *files(tmp_path, "rs"))) <= MIB
 
 
+@pytest.mark.slow
 async def test_damaged_files_cost_tokens_and_nothing_else(tiny_hybrid: Path, tmp_path: Path) -> None:
     """The second of three pages, and the last of three checkpoints: chunks of a page leave one at the end of each.
 
