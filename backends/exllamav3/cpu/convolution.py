@@ -1,4 +1,4 @@
-"""The short causal convolution in front of a recurrent layer, and its state."""
+"""The short causal convolution in front of a recurrent layer, and its state (Gu and Dao 2023, "Mamba", figure 3)."""
 
 from __future__ import annotations
 
@@ -24,28 +24,31 @@ def causal_conv1d_update(
 ) -> Tensor:
     """silu of a depthwise convolution over the remembered columns and the new ones; the state moves on to the newest.
 
-    What `conv1d_update_kernel` in gdn.cu does, and its counterpart in Triton.
+    What `conv1d_update_kernel` in gdn.cu does, and its counterpart in Triton. Inputs are of any float type; arithmetic
+    is fp32.
 
     Args:
         mixed_qkv: (batch, channels, tokens), or (batch, tokens, channels) with `token_major`.
-        conv_state: (slots, channels, size), size at least the kernel's width. The first `width` columns are the state.
-            None is zeros that nobody keeps.
-        recurrent_slots: (batch,) each sequence's slot.
+        conv_state: (slots, channels, size), size at least the kernel's width; written to. The first `width` columns are
+            the state. None is zeros that nobody keeps.
+        recurrent_slots: (batch,) each sequence's slot; None is their order.
         conv1d_weight: (channels, width).
         conv1d_bias: (channels,).
+        params: of the pass; not used, here or by the engine.
         history: a pass that may be taken back in part: the newest columns, as many as there are, go to the state's end,
             so that the engine can copy any `width` of them to its beginning.
         incremental: with `history`, one more step of such a pass: the state's end is what comes before it.
 
     Returns:
-        (batch, tokens, channels).
+        (batch, tokens, channels), fp32.
     """
     x = (mixed_qkv.transpose(1, 2) if token_major else mixed_qkv).float()
     batch, channels, tokens = x.shape
     width = conv1d_weight.shape[-1]
-    if conv_state is None or recurrent_slots is None:
-        conv_state, recurrent_slots = torch.zeros(batch, channels, width), torch.arange(batch)
-    size, index = conv_state.shape[-1], recurrent_slots.long()
+    if conv_state is None:
+        conv_state, recurrent_slots = torch.zeros(batch, channels, width), None
+    size = conv_state.shape[-1]
+    index = torch.arange(batch) if recurrent_slots is None else recurrent_slots.long()
     past = conv_state[index] if incremental else conv_state[index, :, :width]
     columns = torch.cat((past.float(), x), dim=-1)
     if history:
@@ -54,11 +57,12 @@ def causal_conv1d_update(
     else:
         conv_state[index, :, :width] = columns[..., -width:].to(conv_state.dtype)
 
-    # The first column is the oldest: no output of this pass reaches back to it.
-    out = F.conv1d(
-        columns[..., -(tokens + width - 1) :],
-        conv1d_weight.float().unsqueeze(1),
-        conv1d_bias.float() if conv1d_bias is not None else None,
-        groups=channels,
-    )
-    return F.silu(out).transpose(1, 2).to(INTERMEDIATE_DTYPE).contiguous()
+    # The first column is the oldest: no output of this pass reaches back to it. One product for each column of the
+    # kernel takes less time than torch's convolution with as many groups as channels.
+    inputs, weight = columns[..., columns.shape[-1] - tokens - width + 1 :], conv1d_weight.float()
+    out = inputs[..., :tokens] * weight[:, :1]
+    for column in range(1, width):
+        out.addcmul_(inputs[..., column : column + tokens], weight[:, column : column + 1])
+    if conv1d_bias is not None:
+        out += conv1d_bias.float().unsqueeze(-1)
+    return F.silu(out, inplace=True).transpose(1, 2).to(INTERMEDIATE_DTYPE).contiguous()

@@ -73,8 +73,9 @@ def gated_delta_net_fused_op(
     """Take Qwen3-Next's packed projections apart.
 
     Args:
-        mixed_qkvz: (batch, tokens, ...), per key head [q | k | its v heads | their z].
+        mixed_qkvz: (batch, tokens, ...), per key head [q | k | its v heads | their z]; fp32, as all inputs.
         mixed_ba: (batch, tokens, ...), per key head [b of its value heads | a of them].
+        dt_bias: (value heads,), and a_log alike.
         mixed_qkv: out, (batch, channels, tokens), channels being all q, then all k, then all v.
         z: out, (batch, tokens, value heads, dim).
         beta: out, see `gated_delta_net_fused_op_2`; g alike.
@@ -93,7 +94,12 @@ def gated_delta_net_fused_op(
 def gated_delta_net_fused_op_2(
     b: Tensor, a: Tensor, dt_bias: Tensor, a_log: Tensor, beta: Tensor, g: Tensor, beta_scale: float
 ) -> None:
-    """beta = scale * sigmoid(b); log decay g = -exp(a_log) softplus(a + dt_bias). All (batch, tokens, value heads)."""
+    """beta = scale * sigmoid(b); log decay g = -exp(a_log) softplus(a + dt_bias) (Gu and Dao 2023, "Mamba").
+
+    Args:
+        b: (batch, tokens, value heads), and so are a and the outputs beta and g; arithmetic is fp32.
+        dt_bias: (value heads,), and a_log alike.
+    """
     beta.copy_(torch.sigmoid(b.float()) * beta_scale)
     g.copy_(-F.softplus(a.float() + dt_bias.float()) * a_log.float().exp())
 
@@ -108,10 +114,11 @@ def chunk_gated_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The recurrence over many tokens, see `chunked_delta_rule`.
+    """The recurrence over many tokens. Arguments and results are those of `chunked_delta_rule`, but:
 
     Args:
         g: (batch, tokens, value heads) log decay.
+        use_qk_l2norm_in_kernel: q and k are yet to be normalised.
     """
     if use_qk_l2norm_in_kernel:
         q, k = normalised(q), normalised(k)
@@ -147,7 +154,7 @@ def chunked_delta_rule(
             else 0, as (..., chunk, chunk).
 
     Returns:
-        Outputs like v, and the state after the last token or None.
+        Outputs like v, of its type, and the fp32 state after the last token or None.
     """
     batch, tokens, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
@@ -206,16 +213,20 @@ def cuda_recurrent_gated_delta_rule(
     history: bool = False,
     slots_in: Tensor | None = None,
 ) -> None:
-    """The recurrence over a few tokens, one after the other.
+    """The recurrence over a few tokens, one after the other; inputs of any float type, arithmetic in fp32.
 
     Args:
-        mixed_qkv: (batch, tokens, channels), channels being all q, then all k, then all v.
+        mixed_qkv: (batch, tokens, channels), channels being all q, then all k, then all v; not normalised.
         g: (batch, tokens, value heads) log decay, or (batch, tokens, value heads, key dim).
         beta: (batch, tokens, value heads).
-        recurrent_state: (rows, 1, value heads, key dim, value dim), updated in place.
+        recurrent_state: (rows, 1, value heads, key dim, value dim), fp32 or fp16, updated in place.
         core_attn_out: out, (batch, tokens, value heads, value dim).
-        slots: (batch,) the row of the state that each sequence writes, and reads unless `history` says otherwise.
+        slots: (batch,) the row of the state that each sequence writes, and reads unless `history` says otherwise. None
+            is their order.
         history: the pass may be taken back in part: it reads the rows `slots_in` and leaves them as they are.
+
+    Raises:
+        ValueError: `history` without `slots_in`.
     """
     heads = Heads(num_k_heads, num_v_heads, k_head_dim, v_head_dim)
     for index, (row_in, row_out) in enumerate(state_rows(mixed_qkv.shape[0], slots, history, slots_in)):
@@ -228,12 +239,15 @@ def cuda_recurrent_gated_delta_rule(
 def state_rows(batch: int, slots: Tensor | None, history: bool, slots_in: Tensor | None) -> list[tuple[int, int]]:
     """The rows of the state pool that each sequence reads and writes, see `cuda_recurrent_gated_delta_rule`."""
     written: list[int] = list(range(batch)) if slots is None else slots.tolist()
-    read: list[int] = written if not history or slots_in is None else slots_in.tolist()
-    return list(zip(read, written, strict=True))
+    if not history:
+        return list(zip(written, written, strict=True))
+    if slots_in is None:
+        raise ValueError("A pass that may be taken back needs to know the rows of the state that it reads.")
+    return list(zip(slots_in.tolist(), written, strict=True))
 
 
 def scan(mixed_qkv: Tensor, g: Tensor, beta: Tensor, state: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-    """Outputs (tokens, value heads, value dim) and the new state of one sequence."""
+    """Outputs (tokens, value heads, value dim) and the new state of one sequence, both fp32."""
     keys, values = heads.keys * heads.key_dim, heads.values * heads.value_dim
     q, k, v = mixed_qkv.float().split([keys, keys, values], dim=-1)
     q = normalised(q.unflatten(-1, (heads.keys, heads.key_dim))) * heads.key_dim**-0.5

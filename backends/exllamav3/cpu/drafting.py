@@ -32,6 +32,7 @@ class BC_SAM:
         self.reset()
 
     def reset(self, reserve_tokens: int = 0) -> None:
+        """Forget all tokens. Memory needs no reserving: lists grow."""
         self._edges: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._max_length = [0]
@@ -42,6 +43,7 @@ class BC_SAM:
         self._position = 0
 
     def length(self) -> int:
+        """Of the sequence, in tokens."""
         return self._position
 
     def accept(self, token: int) -> tuple[int, int]:
@@ -55,7 +57,14 @@ class BC_SAM:
         return found
 
     def accept_tensor(self, tokens: Tensor) -> tuple[int, int]:
-        """Add what a sequence has beyond the tokens seen; a shorter one starts afresh."""
+        """Add what a sequence has beyond the tokens seen; a shorter one starts afresh.
+
+        Args:
+            tokens: (1, tokens) or (tokens,) int64.
+
+        Returns:
+            Of its last token what `accept` does; (-1, -1) where there was none to add.
+        """
         ids = tokens.view(-1)
         if ids.numel() < self._position:
             self.reset()
@@ -132,7 +141,7 @@ class FrozenSAMCursor:
     """Follows one sequence through the automaton of a corpus, which many of these share.
 
     Args:
-        sections: of the corpus file, each the bytes of an int32 array, the lowest of all its elements first: what
+        sections: of the corpus file, each the uint8 bytes of an int32 array, the lowest of all its elements first: what
             `BC_SAM.export_csr()` gives, then the tokens of the corpus, with -1 behind every document, and where those
             stand.
     """
@@ -152,12 +161,12 @@ class FrozenSAMCursor:
         """What followed the longest suffix of a sequence where the corpus has it first.
 
         Args:
-            history: the sequence so far, (1, tokens). It continues that of the last call, or is shorter.
+            history: the sequence so far, (1, tokens) int64. It continues that of the last call, or is shorter.
             minimum: no draft for a match of fewer tokens.
             length: of the draft at most; it also ends with the document.
 
         Returns:
-            Tokens that match, and the draft, (1, tokens).
+            Tokens that match, and the draft, (1, tokens) int64.
         """
         ids = history.view(-1)
         if ids.numel() < self._position:
@@ -176,6 +185,9 @@ class FrozenSAMCursor:
         return self._matched, torch.tensor([draft], dtype=torch.long)
 
     def _advance(self, token: int) -> None:
+        if token < 0:  # in the corpus, -1 separates documents
+            self._state, self._matched = ROOT, 0
+            return
         target = self._next(token)
         while target == NOWHERE and self._state != ROOT:
             self._state = _word(self._links, self._state)

@@ -54,7 +54,12 @@ FP32_MODULES = (
     "exllamav3.modules.mamba2",
 )
 # These ask for activations in fp16, so that every kernel would convert what it reads and what it writes.
-FP32_ACTIVATIONS = ("exllamav3.modules.attn", "exllamav3.modules.mlp", "exllamav3.modules.transformer")
+FP32_ACTIVATIONS = (
+    "exllamav3.modules.attn",
+    "exllamav3.modules.mla_attn",
+    "exllamav3.modules.mlp",
+    "exllamav3.modules.transformer",
+)
 
 
 @dataclass(frozen=True)
@@ -250,6 +255,8 @@ def _replace_torch() -> None:
         Patch(name, "torch", _by(fp32_facade)).apply()
     for name in FP32_ACTIVATIONS:
         Patch(name, "torch", _by(torch_facade(half=torch.float))).apply()
+    # It attends to a quantised cache as it is packed where queries are in fp16, which here are in fp32.
+    Patch("exllamav3.modules.attention_fn.dispatch", "torch", _by(torch_facade(float16=torch.float))).apply()
     for name, module in list(sys.modules.items()):
         if name.startswith("exllamav3.") and getattr(module, "torch", None) is torch:
             vars(module)["torch"] = facade

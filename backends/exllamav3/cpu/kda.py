@@ -27,10 +27,11 @@ def chunk_kda(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The recurrence over many tokens, see `delta_net.chunked_delta_rule`.
+    """The recurrence over many tokens. Arguments and results are those of `delta_net.chunked_delta_rule`, but:
 
     Args:
         g: (batch, tokens, value heads, key dim) log decay.
+        use_qk_l2norm_in_kernel: q and k are yet to be normalised.
     """
     if use_qk_l2norm_in_kernel:
         q, k = normalised(q), normalised(k)

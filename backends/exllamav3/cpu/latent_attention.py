@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backends.exllamav3.cpu.attention import attend
 from backends.exllamav3.cpu.paging import append_rows, gather_rows
 from backends.exllamav3.cpu.quantised_cache import dequantise, quantise
 
@@ -22,8 +23,8 @@ def mla_kv_append(
     """Append latents (batch, n, rank) and rotated keys (batch, n, dim) to each sequence's pages.
 
     Args:
-        ckv_cache: (pages, page size, 1, rank).
-        kpe_cache: (pages, page size, 1, dim).
+        ckv_cache: (pages, page size, 1, rank), written to, of any float type.
+        kpe_cache: (pages, page size, 1, dim), alike.
         block_table: (batch, pages of a sequence).
         cache_seqlens: (batch,) tokens cached before.
     """
@@ -53,7 +54,7 @@ def mla_kv_quant_append(
 
 
 def mla_plane_append(rows_new: Tensor, plane_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:
-    """Append rows (batch, n, dim) to pages (pages, page size, dim)."""
+    """Append rows (batch, n, dim) to pages (pages, page size, dim), see `mla_kv_append`."""
     for row, past in enumerate(cache_seqlens.tolist()):
         append_rows(plane_cache, block_table[row], past, rows_new[row])
 
@@ -66,16 +67,16 @@ def mla_absorb(q: Tensor, w_uk_flat: Tensor, n_q_heads: int, qk_nope_head_dim: i
         w_uk_flat: (rank, heads * qk_nope_head_dim).
 
     Returns:
-        (heads, rows, rank)
+        (heads, rows, rank), fp32.
     """
     weight = w_uk_flat.unflatten(-1, (n_q_heads, qk_nope_head_dim)).permute(1, 2, 0)
     return torch.bmm(q[..., :qk_nope_head_dim].transpose(0, 1).float(), weight.float())
 
 
 def mla_unfold(o_lat: Tensor, w_uv_flat: Tensor, v_head_dim: int) -> Tensor:
-    """From (heads, rows, rank) to (rows, heads, value dim), fp16; w_uv_flat is (rank, heads * value dim)."""
+    """From (heads, rows, rank) to (rows, heads, value dim) in fp32; w_uv_flat is (rank, heads * value dim)."""
     weight = w_uv_flat.unflatten(-1, (o_lat.shape[0], v_head_dim)).transpose(0, 1)
-    return torch.bmm(o_lat.float(), weight.float()).transpose(0, 1).half().contiguous()
+    return torch.bmm(o_lat.float(), weight.float()).transpose(0, 1).contiguous()
 
 
 def attend_to_latents(
@@ -94,15 +95,23 @@ def attend_to_latents(
 ) -> Tensor:
     """Attention in absorbed form, `mla_attn_triton_decode` and `mla_attn_triton_prefill`.
 
+    The engine uses it for at most 16 queries a sequence: all logits are there at once.
+
     Args:
         q_lat: (heads, batch * queries, rank); q_pe alike, with the dimension of rotated keys.
+        ckv_cache: as of `mla_kv_append`, and so are kpe_cache and block_table.
         cache_seqlens: (batch,) tokens cached before the `pre_appended_len` newest ones.
+        bsz: the length of these.
+        q_len: queries of each sequence.
+        causal: the queries are the newest tokens, each of which sees what is up to it.
+        softmax_scale: None is the inverse root of the query's dimensions.
         qc: the scales of a quantised cache, whose words are `ckv_cache`, and its bits; see `mla_kv_quant_append`.
 
     Returns:
-        Like q_lat.
+        Like q_lat, fp32.
     """
-    assert softmax_scale is not None
+    if softmax_scale is None:
+        softmax_scale = (q_lat.shape[-1] + q_pe.shape[-1]) ** -0.5
     out = torch.empty(q_lat.shape)
     for row, past in enumerate(cache_seqlens.tolist()):
         latents, rotated = _gathered(ckv_cache, kpe_cache, block_table[row], past + pre_appended_len, qc)
@@ -130,31 +139,34 @@ def mla_attn_triton_prefill_mha(
     pre_appended_len: int = 0,
     qc: tuple[Tensor, int] | None = None,
 ) -> Tensor:
-    """Causal attention with each head's keys and values unfolded.
+    """Causal attention with each head's keys and values unfolded, one head at a time.
 
     Args:
         q: (batch * queries, heads, dim), the first `qk_nope_head_dim` not rotated.
         w_uk_flat: (rank, heads * qk_nope_head_dim).
         w_uv_flat: (rank, heads * v_head_dim).
+        host_seqlens: `cache_seqlens`.
 
     The others are those of `attend_to_latents`.
 
     Returns:
-        (batch * queries, heads, v_head_dim), fp16.
+        (batch * queries, heads, v_head_dim), fp32.
     """
-    heads = q.shape[1]
-    out = torch.empty(q.shape[0], heads, v_head_dim, dtype=torch.half)
+    heads, size = q.shape[1:]
+    width = max(size, v_head_dim)  # the kernel wants values as wide as keys; zeros change nothing
+    out = torch.empty(q.shape[0], heads, v_head_dim)
     w_uk, w_uv = w_uk_flat.unflatten(-1, (heads, -1)), w_uv_flat.unflatten(-1, (heads, -1))
     for row, past in enumerate(host_seqlens):
         latents, rotated = _gathered(ckv_cache, kpe_cache, block_table[row], past + pre_appended_len, qc)
         rows = slice(row * q_len, (row + 1) * q_len)
-        visible = _visible(q_len, len(latents))
         for head in range(heads):
             keys = torch.cat((latents @ w_uk[:, head].float(), rotated), dim=-1)
             values = latents @ w_uv[:, head].float()
-            out[rows, head] = F.scaled_dot_product_attention(
-                q[rows, head].float(), keys, values, attn_mask=visible, scale=softmax_scale
+            query, keys, values = (F.pad(x, (0, width - x.shape[-1])) for x in (q[rows, head].float(), keys, values))
+            attended = attend(
+                query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1), causal=True, scale=softmax_scale
             )
+            out[rows, head] = attended[:, 0, :v_head_dim]
     return out
 
 

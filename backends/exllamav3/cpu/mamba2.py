@@ -25,7 +25,7 @@ def mamba2_dt_op(
     """dt = softplus(dt_raw + dt_bias) within the limits, and g = -exp(a_log) dt; `mamba2_dt_op_kernel` in gdn.cu.
 
     Args:
-        dt_raw: (batch, tokens, heads); the outputs dt and g alike.
+        dt_raw: (batch, tokens, heads); the outputs dt and g alike; arithmetic is fp32.
         dt_bias: (heads,), and a_log alike.
     """
     step = F.softplus(dt_raw.float() + dt_bias.float()).clamp(dt_min, dt_max)
@@ -47,13 +47,13 @@ def chunk_simple_gla(
     Within a chunk it is attention with a decaying mask (Dao & Gu 2024, section 6); only one state a chunk is formed.
 
     Args:
-        q: (batch, tokens, heads, key dim), and k alike.
+        q: (batch, tokens, heads, key dim), and k alike; of any float type, as v.
         v: (batch, tokens, heads, value dim).
         g: (batch, tokens, heads) log decay.
         initial_state: (batch, heads, key dim, value dim); None is zero.
 
     Returns:
-        Outputs like v, and the state after the last token or None.
+        Outputs like v, of its type, and the fp32 state after the last token or None.
     """
     batch, tokens, heads, key_dim = q.shape
     state = torch.zeros(batch, heads, key_dim, v.shape[-1])
@@ -94,6 +94,7 @@ def cuda_recurrent_mamba2(
         mixed_xbc: (batch, tokens, channels), channels being all x, then all B, then all C.
         g: (batch, tokens, value heads) log decay; dt alike.
         skip: (value heads,) D.
+        num_k_heads: groups; num_v_heads are the heads, k_head_dim is the state size.
 
     The others are those of `delta_net.cuda_recurrent_gated_delta_rule`.
     """
@@ -106,7 +107,7 @@ def cuda_recurrent_mamba2(
 
 
 def scan(mixed_xbc: Tensor, g: Tensor, dt: Tensor, state: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-    """Outputs (tokens, value heads, value dim) without D x, and the new state of one sequence."""
+    """Outputs (tokens, value heads, value dim) without D x, and the new state of one sequence, both fp32."""
     keys, values = heads.keys * heads.key_dim, heads.values * heads.value_dim
     x, b, c = mixed_xbc.float().split([values, keys, keys], dim=-1)
     # Both by groups of heads, so that B and C need not be repeated.

@@ -1,4 +1,4 @@
-"""Comparing tokens with tokens, and text with stop and banned strings."""
+"""Comparing tokens with tokens, and text with stop and banned strings: strings.cpp."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ PARTIAL_MATCH = -2
 
 
 def count_match_tensor(a: Tensor, b: Tensor, max_a: int) -> int:
-    """How many leading tokens are the same, looking at no more than `max_a`."""
+    """How many leading tokens are the same, looking at no more than `max_a`.
+
+    Args:
+        a: tokens of any shape, int64; b is (1, tokens) alike.
+    """
     limit = min(max_a, b.shape[1], a.numel())
     # Asked of every cached page, hardly one of which begins alike; torch takes three times as long to find that out.
     ours, theirs = a.numpy().reshape(-1)[:limit], b.numpy().reshape(-1)[:limit]

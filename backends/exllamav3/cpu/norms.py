@@ -1,4 +1,7 @@
-"""RMS norms and the soft cap of logits. All arithmetic is fp32."""
+"""RMS norms (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization") and the soft cap of logits.
+
+Inputs and weights are of any float type; arithmetic is fp32, and what is written has the type of its tensor.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,17 @@ class BC_GatedRMSNorm:
 
 
 def prepare(modules: Iterable[Any]) -> None:
-    """Widen the weights of norms that have just been loaded, once: they are small, and each is read at every step."""
+    """Widen the weights of norms and short convolutions that have just been loaded, once, as every step reads them.
+
+    The engine's own short convolution, of LFM2, computes in the type of its weight.
+    """
     for module in modules:
         weight = getattr(module, "weight", None)
         if isinstance(weight, Parameter) and weight.dim() == 1:
             weight.data = weight.float()
+        if type(module).__name__ == "ShortConv":
+            module.conv1d_weight = module.conv1d_weight.float()
+            module.conv1d_bias = None if module.conv1d_bias is None else module.conv1d_bias.float()
 
 
 def rms_norm(
@@ -46,11 +55,19 @@ def rms_norm(
     add_residual: bool,
     w_groups: int = 1,
 ) -> None:
-    """y = x / rms(x) * scale * (w + bias), over the last dimension; plus y with `add_residual`.
+    """y = x / rms(x) * scale * (w + bias), over the last dimension; `rms_norm_kernel` in norm.cu.
+
+    rms(x) is sqrt(mean(x^2) + epsilon).
 
     Args:
-        span_heads: normalise over heads and head dimension together.
-        w_groups: rows of the weight; row i of x, counted over all other dimensions, takes weight row i % w_groups.
+        x: (..., dim).
+        w: (dim,), None for ones.
+        y: out, as x, and may be x.
+        span_heads: normalise over heads and head dimension together: x and y are (..., heads, head_dim), and dim is the
+            product of the last two.
+        add_residual: add to what y holds instead.
+        w_groups: rows of the weight, (w_groups * dim,) or (w_groups, dim); row i of x, counted over all other
+            dimensions, takes row i % w_groups.
     """
     if span_heads:
         x, y = x.flatten(-2), y.flatten(-2)
@@ -72,8 +89,8 @@ def rms_norm(
 def rms_norm_res_in(
     x: Tensor, w: Tensor | None, y: Tensor, r: Tensor, epsilon: float, constant_bias: float, constant_scale: float
 ) -> None:
-    """r += x, rounded to r's dtype; then y = norm(r)."""
-    r += x
+    """r += x, rounded to r's type; then y = norm(r), see `rms_norm`. All three are (..., dim)."""
+    r += _finite(x)
     rms_norm(r, w, y, epsilon, constant_bias, constant_scale, span_heads=False, add_residual=False)
 
 
@@ -88,7 +105,11 @@ def gated_rms_norm(
     gate_first: bool = False,
     gate_act: int = 0,
 ) -> None:
-    """y = norm(x) * (w + bias) * act(g), or norm(x * act(g)) * (w + bias) with `gate_first`."""
+    """y = norm(x) * (w + bias) * act(g), or norm(x * act(g)) * (w + bias) with `gate_first` (Mamba2).
+
+    `gated_rms_norm_kernel` in norm.cu. Arguments as of `rms_norm`; g is as x, act is SiLU, or the sigmoid with
+    `gate_act` 1 (KDA).
+    """
     gate = g.float().view(x.shape)
     gate = torch.sigmoid(gate) if gate_act == SIGMOID_GATE else F.silu(gate)
     value = _widened(x) * gate if gate_first else _widened(x)
@@ -99,12 +120,17 @@ def gated_rms_norm(
 
 
 def softcap(x: Tensor, y: Tensor, scale: float) -> None:
+    """y = scale * tanh(x / scale), of one shape, and may be the same (Gemma 2, 2024, section 2)."""
     y.copy_(torch.tanh(x.float() / scale) * scale)
 
 
+def _finite(x: Tensor) -> Tensor:
+    """What overflowed in fp16 counts as its largest number, or a single infinity would zero the whole row."""
+    return x.clamp(-HALF_MAX, HALF_MAX) if x.dtype == torch.half else x
+
+
 def _widened(x: Tensor) -> Tensor:
-    """In fp32; what overflowed in fp16 counts as its largest number, or a single infinity would zero the whole row."""
-    return x.float().clamp(-HALF_MAX, HALF_MAX) if x.dtype == torch.half else x.float()
+    return _finite(x).float()
 
 
 def _norm_of_row(x: Tensor, w: Tensor, y: Tensor, epsilon: float, scale: float) -> None:

@@ -1,4 +1,4 @@
-"""The paged key/value cache: writing rows, moving pages, staging a decode step."""
+"""The paged key/value cache: writing rows, moving pages, staging a decode step; cache.cu and staging.cpp."""
 
 from __future__ import annotations
 
@@ -43,14 +43,27 @@ def gather_rows(cache: Tensor, pages: Tensor, count: int) -> Tensor:
 def paged_kv_cache_update(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor
 ) -> None:
-    """Append k and v, (batch, n, heads, dim), to each sequence's pages."""
+    """Append new keys and values to each sequence's pages.
+
+    Args:
+        k: (batch, n, heads, dim), and v alike, of any float type.
+        k_cache: (pages, page size, heads, dim), written to; v_cache alike.
+        block_table: (batch, pages of a sequence).
+        cache_seqlens: (batch,) tokens cached before.
+    """
     for row, past in enumerate(cache_seqlens.tolist()):
         append_rows(k_cache, block_table[row], past, k[row])
         append_rows(v_cache, block_table[row], past, v[row])
 
 
 def cache_rotate(cache: Tensor, order: Tensor, temp: Tensor) -> None:
-    """Copy pages in the given order of (to, from) pairs, where -1 stands for `temp`."""
+    """Copy pages one after the other, as when pages that are in use move together.
+
+    Args:
+        cache: (pages, ...) of any type, changed in place.
+        order: (2 * copies,) int32 pairs of the page to copy to and the one to copy from, of which -1 is `temp`.
+        temp: as large as a page.
+    """
     spare = temp.view_as(cache[0])
     moves = order.tolist()
     for to, source in zip(moves[0::2], moves[1::2], strict=True):
@@ -68,11 +81,17 @@ def generator_stage_decode(
     page_seq: Sequence[Tensor],
     page_offset: Sequence[int],
 ) -> None:
-    """Fill the int32 arena of one step, and fetch each row's next input token.
+    """Fill the arena of one step, and fetch each row's next input token.
 
-    The arena holds the block table (batch rows of `width`, padded with 0), then the cache lengths, then with
-    `rope_offset` the positions. With `seq_ids`, the token at each row's position goes to `batch_ids` and to the row's
-    page.
+    Args:
+        arena: out, int32: the block table (batch rows of `width`, padded with 0), then the cache lengths, then with
+            `rope_offset` the positions.
+        seq_block_index: each row's pages, int32.
+        kv_position: each row's cached tokens.
+        rope_offset: each row's, to be added to these; none for models without.
+        batch_ids: out, (batch, 1) int64, the token at each row's position.
+        seq_ids: each row's tokens, int64; none where the tokens come from elsewhere.
+        page_seq: the tokens of each row's page, int64, where its token is noted at `page_offset`.
     """
     batch = len(seq_block_index)
     table = arena[: batch * width].view(batch, width)

@@ -97,7 +97,16 @@ def _rotated(x: Tensor) -> Tensor:
 
 
 def quant_cache_cont(x: Tensor, out: Tensor, out_scales: Tensor, compand_a: float) -> None:
-    """Pack x, (..., dim), into out, (..., dim / 32 * bits), and its scales."""
+    """Pack x, (..., dim) of any float type.
+
+    Args:
+        out: out, (..., dim / 32 * bits) int32.
+        out_scales: out, (..., dim / 32) fp16.
+        compand_a: 0; above it, intervals would not be equal.
+
+    Raises:
+        NotImplementedError: `compand_a` is above 0. So it is for the other three.
+    """
     _check_linear(compand_a)
     words, scales = quantise(x, out.shape[-1] // out_scales.shape[-1])
     out.copy_(words)
@@ -105,7 +114,7 @@ def quant_cache_cont(x: Tensor, out: Tensor, out_scales: Tensor, compand_a: floa
 
 
 def dequant_cache_cont(x: Tensor, scales: Tensor, out: Tensor, compand_a: float) -> None:
-    """Unpack into out, (..., dim)."""
+    """Unpack what `quant_cache_cont` packed into out, (..., dim) of any float type."""
     _check_linear(compand_a)
     out.copy_(dequantise(x, scales))
 
@@ -128,10 +137,11 @@ def quant_cache_paged(
 
     Args:
         k_in: (batch, seq_len, heads, dim) with `in_contiguous`, else pages as k_out; v_in alike.
-        k_out: (pages, page size, groups * bits), and k_out_scales (pages, page size, groups) of heads * dim / 32 groups
-            a token; v alike.
+        k_out: out, (pages, page size, groups * bits) int32, and k_out_scales (pages, page size, groups) fp16, of
+            heads * dim / 32 groups a token; v alike.
         cache_seqlens: (batch,) tokens before these.
         block_table: (batch, pages of a sequence).
+        page_size: that of k_out.
     """
     _check_linear(compand_a)
     for source, words, scales in ((k_in, k_out, k_out_scales), (v_in, v_out, v_out_scales)):
@@ -158,7 +168,11 @@ def dequant_cache_paged(
 ) -> None:
     """Unpack each sequence's pages to the same places of k_out and v_out, (pages, page size, heads, dim).
 
-    Arguments as of `quant_cache_paged`.
+    Arguments as of `quant_cache_paged`, but:
+
+    Args:
+        cache_seqlens: (batch,) tokens to unpack.
+        sliding_window: above 0, earlier tokens than the last so many are not needed. They are unpacked all the same.
     """
     _check_linear(compand_a)
     for words, scales, out in ((k_in, k_in_scales, k_out), (v_in, v_in_scales, v_out)):

@@ -47,6 +47,7 @@ class ScanReplayJob:
 
 
 def batched_conv_rewind(jobs: Sequence[ConvRewindJob], device_index: int | None) -> None:
+    """Run rewind jobs, whose states are in `INTERMEDIATE_DTYPE`; the device is None, the CPU."""
     for job in jobs:
         shape, strides = (job.channels, job.width), (job.stride, 1)
         source = tensor_at(job.source, INTERMEDIATE_DTYPE, shape, strides)
@@ -64,10 +65,11 @@ def batched_scan_replay(
     v_head_dim: int,
     state_half: bool = False,
 ) -> None:
-    """Run replay jobs.
+    """Run replay jobs: inputs are in `INTERMEDIATE_DTYPE`, g is fp32.
 
     Args:
-        kind: of the recurrence, see `SCANS`.
+        device_index: None, the CPU.
+        kind: of the recurrence, see `SCANS`; heads and sizes as of `delta_net.cuda_recurrent_gated_delta_rule`.
         state_half: the states are fp16 instead of fp32.
     """
     heads = Heads(num_k_heads, num_v_heads, k_head_dim, v_head_dim)

@@ -1,12 +1,16 @@
-"""Rotary position embedding, with the norm of heads that the engine fuses into it."""
+"""Rotary position embedding (Su et al. 2021, "RoFormer"), with the norm of heads that the engine fuses into it.
+
+The formulas are those of `rope_kernel` in rope.cu; all arithmetic is fp32.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from backends.exllamav3.cpu.norms import rms_norm
 
 __all__ = ["gen_mrope_pos_ids", "rope"]
 
@@ -37,18 +41,27 @@ def rope(
     rotate_dims: int,
     rotate_offset: int,
 ) -> None:
-    """Normalise heads where there is a weight, then rotate; outputs may be the inputs.
+    """Normalise heads where there is a weight, then rotate.
+
+    A pair (a, b) becomes (a cos t - b sin t, b cos t + a sin t), t being its frequency times the position.
 
     Args:
-        q: (batch, tokens, heads, head_dim), k alike.
-        inv_freq: frequencies (pairs,), or angles (positions, pairs) with an optional batch dimension before.
+        q: (batch, tokens, heads, head_dim) of any float type; k alike, with heads of its own.
+        out_q: out, as q, and may be q; out_k alike.
+        inv_freq: fp32 frequencies (pairs,), or angles (positions, pairs), the same for all rows or with one
+            table each before.
         position: of the first token, where the next two are None.
         positions: (batch,) position of each row's first token.
         position_ids: (batch, tokens) or (batch, tokens, rotate_dims) position of every token; used without `positions`.
+        rope_mode: the pairs are neighbours (1), or lie across the halves (2).
         attn_factor: scale of cosine and sine.
+        q_norm: (head_dim,) weight of the queries' RMS norm, see `norms.rms_norm`; k_norm alike.
         l4_beta: above 0, queries are scaled by 1 + beta ln(1 + floor(position / l4_original)) (Llama 4).
         rotate_dims: how many position dimensions take turns along the head, each its own segment.
         rotate_offset: first element of the head that is rotated.
+
+    Raises:
+        NotImplementedError: another `rope_mode`.
     """
     batch, tokens = q.shape[:2]
     if inv_freq.dim() == 1 and rotate_dims == 1 and (positions is not None or position_ids is None) and l4_beta <= 0.0:
@@ -66,7 +79,7 @@ def rope(
     for source, target, norm, scale in heads:
         x = target if target.dtype == torch.float else torch.empty(target.shape)
         if norm is not None:
-            x.copy_(_normalised(source, norm, norm_eps, norm_constant_bias))
+            rms_norm(source, norm, x, norm_eps, norm_constant_bias, 1.0, span_heads=False, add_residual=False)
         elif x is not source:
             x.copy_(source)
         start = rotate_offset
@@ -93,8 +106,8 @@ def gen_mrope_pos_ids(
     there on.
 
     Args:
-        mrope_pos_ids: (3, positions), written to; past the ids they go on as for text.
-        ids: (tokens,)
+        mrope_pos_ids: out, (3, positions) int64; past the ids they go on as for text.
+        ids: (tokens,) int64.
         merge_size: patches of a grid that make one token, along each edge.
         spans: ids [first, end) of each image.
         grids: patches of each image in time, height and width.
@@ -137,7 +150,7 @@ def _rotation(where: Tensor, inv_freq: Tensor) -> Tensor:
     """Angles, (batch, tokens, pairs)."""
     if inv_freq.dim() == 1:
         return where.unsqueeze(-1).float() * inv_freq.float()
-    table = inv_freq.float().view(-1, *inv_freq.shape[-2:]).expand(where.shape[0], -1, -1)
+    table = inv_freq.float().view(-1, *inv_freq.shape[-2:])[: len(where)].expand(len(where), -1, -1)
     return torch.stack([row[index] for row, index in zip(table, where, strict=True)])
 
 
@@ -169,11 +182,6 @@ def _frequencies(inv_freq: Tensor) -> tuple[float, ...]:
 def _rotate_(x: Tensor, cos: Tensor, sin: Tensor, mode: int) -> None:
     swapped = x.roll(x.shape[-1] // 2, -1) if mode == NEOX else x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     x.mul_(cos).addcmul_(swapped, sin)
-
-
-def _normalised(x: Tensor, weight: Tensor, epsilon: float, constant_bias: float) -> Tensor:
-    normed = F.rms_norm(x.float(), (x.shape[-1],), weight.float() + constant_bias, epsilon)
-    return normed.half().float()  # the engine rounds here
 
 
 def _llama4_scale(where: Tensor, beta: float, original: int) -> Tensor | None:

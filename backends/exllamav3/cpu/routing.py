@@ -1,4 +1,7 @@
-"""Mixture of experts: which experts a token goes to. The engine runs the experts themselves as ordinary layers."""
+"""Mixture of experts: which experts a token goes to; `routing.cu`. The experts themselves are ordinary layers.
+
+Logits, choice and weights are computed in fp32 from inputs of any float type, and written in the type of their tensor.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,15 @@ def routing_std(
     gate_i8: Tensor | None = None,
     gate_sb: Tensor | None = None,
 ) -> None:
-    """Softmax over the logits of the chosen experts.
+    """The k largest logits, and the softmax over these (Jiang et al. 2024, "Mixtral of Experts", section 2.1).
 
     Args:
         hidden: (rows, dim).
-        gate: (dim, experts); the other forms of it are for GPUs.
+        gate: (dim, experts).
         scores: out, (rows, experts) logits.
-        topk_indices: out, (rows, k); topk_weights alike.
+        topk_indices: out, (rows, k) int64.
+        topk_weights: out, (rows, k).
+        gate_t: the gate as GPUs read it faster, like gate_i8 and gate_sb; not used.
         per_expert_scale: (experts,) applied to the weights.
         bias: (experts,) added to the logits.
     """
@@ -61,11 +66,16 @@ def routing_ds3_nogroup(
 ) -> None:
     """Scores activated one by one; the bias takes part in the choice only, the weights add up to the scaling factor.
 
-    Arguments as of `routing_std`.
+    DeepSeek-V3 (2024), section 2.1.2. Arguments as of `routing_std`, but:
+
+    Args:
+        bias: (experts,) added to the activated logits.
+        act_fn: 0 is the sigmoid, 1 the root of softplus (DeepSeek-V4).
     """
     logits = hidden.float() @ gate.float()
     activated = _activated(logits, act_fn)
-    ranked = activated if bias is None else activated + bias.float()
+    # Without a bias the order is that of the logits, which differ where large ones have activations that do not.
+    ranked = logits if bias is None else activated + bias.float()
     scores.copy_(logits)
     _choose(ranked, activated, topk_indices, topk_weights, scaling_factor)
 
@@ -80,12 +90,12 @@ def routing_ds3_group(
     n_group: int,
     topk_group: int,
 ) -> None:
-    """As `routing_ds3_nogroup`, among the experts of the best groups; `routing_ds3_group_topk_kernel` in routing.cu.
+    """As `routing_ds3_nogroup`, among the experts of the best groups; `routing_ds3_group_topk_kernel`.
 
-    A group is worth the sum of its two best ranks (DeepSeek-V3, 2024, section 2.1.2).
+    A group is worth the sum of its two best ranks.
 
     Args:
-        scores: (rows, experts) logits, fp32.
+        scores: (rows, experts) logits.
         n_group: groups of as many consecutive experts each, of which `topk_group` are kept.
     """
     activated = _activated(scores, act_fn)
@@ -108,14 +118,14 @@ def routing_sel_norm(
     gate_i8: Tensor | None = None,
     gate_sb: Tensor | None = None,
 ) -> None:
-    """The weights of `routing_ds3_nogroup` for experts that are given: `selected`, (rows, k)."""
+    """The weights of `routing_ds3_nogroup` for experts that are given: `selected`, (rows, k) int64."""
     logits = hidden.float() @ gate.float()
     scores.copy_(logits)
     weights.copy_(_shares(_activated(logits, act_fn), selected, scaling_factor))
 
 
 def routing_gemv_f32(hidden: Tensor, gate_t: Tensor, scores: Tensor) -> None:
-    """The logits of one row: hidden is (dim,), gate_t (experts, dim), scores (experts,) and fp32."""
+    """The logits of one row: hidden is (dim,), gate_t (experts, dim), and the output scores (experts,) in fp32."""
     torch.mv(gate_t.float(), hidden.float(), out=scores)
 
 

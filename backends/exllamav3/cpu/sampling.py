@@ -1,7 +1,8 @@
-"""Choosing a token: noise, filters and masks.
+"""Choosing a token: noise, filters and masks; gumbel.cu, sampling_basic.cu and sampling_fused.cu.
 
-A sample from softmax(x) is the argmax of x plus Gumbel noise. The noise of a seed is always the same, but not that of a
-GPU.
+A sample from softmax(x) is the argmax of x plus Gumbel noise (Maddison et al. 2014, "A* Sampling"). The noise of a seed
+is always the same, but not that of a GPU. Logits come in fp32 or fp16; arithmetic is fp32, and what is written has the
+type of its tensor.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ WORD_BITS = 32
 
 
 def gumbel_noise_f32(logits_in: Tensor, logits: Tensor, random: int) -> None:
-    """logits = logits_in + noise"""
+    """logits = logits_in + noise, of any one shape, and may be the same; `random` is the seed of the noise."""
     logits.copy_(logits_in.float() + _gumbel(logits_in, random))
 
 
 def gumbel_noise_f16(logits_in: Tensor, logits: Tensor, random: int) -> None:
-    """As `gumbel_noise_f32`, for fp16 inputs."""
+    """As `gumbel_noise_f32`; on a GPU, what is in fp16."""
     gumbel_noise_f32(logits_in, logits, random)
 
 
 def gumbel_noise_log(probs: Tensor, logits: Tensor, random: int) -> None:
-    """logits = ln(probs) + noise"""
+    """logits = ln(probs) + noise, see `gumbel_noise_f32`."""
     logits.copy_(probs.float().log() + _gumbel(probs, random))
 
 
@@ -60,7 +61,16 @@ def adaptivep_gumbel_noise_f32(
     peak_logit_value: float,
     sharpness: float,
 ) -> None:
-    """Noisy logits that peak where a token's probability is the target: peak - sharpness d^2 / (d + 1)."""
+    """Noisy logits that peak where a token's probability is the target: peak - sharpness d^2 / (d + 1) + noise.
+
+    The formula is the engine's own, of its sampler `SS_AdaptiveP`.
+
+    Args:
+        probs_in: of any shape; the output logits alike. Tokens below 1e-8 get -inf.
+        random: seed of the noise.
+        adapted_target: a probability p'; d is |p - p'| * inv_width.
+        peak_logit_value: the peak.
+    """
     distance = (probs_in - adapted_target).abs() * inv_width
     shaped = peak_logit_value - sharpness * distance.square() / (distance + 1.0)
     noisy = shaped + _gumbel(probs_in, random)
@@ -68,7 +78,12 @@ def adaptivep_gumbel_noise_f32(
 
 
 def apply_logit_bitmask(logits_in: Tensor, logits_out: Tensor, bitmask: Tensor) -> None:
-    """Set logits whose bit is 0, or that the mask does not reach, to -inf; 32 bits a word, the lowest first."""
+    """Set logits whose bit is 0, or that the mask does not reach, to -inf.
+
+    Args:
+        logits_in: (batch, vocabulary); the output logits_out alike.
+        bitmask: (1 or batch, words) int32, 32 tokens a word, the lowest bit first.
+    """
     allowed = _allowed(bitmask, logits_in.shape[-1])
     logits_out.copy_(logits_in.masked_fill(~allowed, float("-inf")))
 
@@ -94,13 +109,17 @@ def fused_sampler(
 
     Args:
         logits: (batch, vocabulary), of which the first `size` count.
-        logit_mask: added to the logits; `logit_bitmask` as of `apply_logit_bitmask`. At most one of them.
-        out: out, (batch, 1) token ids.
+        logit_mask: (1 or batch, at least size), added to the logits.
+        logit_bitmask: see `apply_logit_bitmask`. At most one of the two masks is given.
+        out: out, (batch, 1) int64 token ids.
+        workspace: scratch memory of a GPU's threads, like histogram; not used.
         inv_temp: 1 / temperature of the sample.
-        minp_log: ln(min-p), a bound below the largest logit.
+        minp_log: ln(min-p), a bound below the largest logit (Nguyen et al. 2024, "Turning Up the Heat").
         random: seed of the noise.
         mode: 0 greedy, 1 unfiltered, 2 min-p alone, 3 the filters named by the bits of `filters`, in the order min-p,
             top-k, top-p.
+        top_k: tokens as good as the last of these stay, too.
+        top_p: see `_top_p`.
         inv_temp_filter: 1 / temperature at which top-p adds up.
     """
     x = logits[..., :size].float()
@@ -120,7 +139,10 @@ def fused_sampler(
 
 
 def _top_p(x: Tensor, top_p: float, inv_temp: float) -> Tensor:
-    """Keep the likeliest tokens up to the one with which their probabilities reach `top_p`."""
+    """Keep the likeliest tokens up to the one with which their probabilities reach `top_p` (Holtzman et al. 2020).
+
+    Which of several that are as likely, is for the sort to say.
+    """
     ordered = x.sort(dim=-1, descending=True)
     probabilities = (ordered.values * inv_temp).softmax(-1)
     beyond = probabilities.cumsum(-1) - probabilities > top_p
@@ -135,6 +157,7 @@ def _gumbel(like: Tensor, seed: int) -> Tensor:
 
 
 def _allowed(bitmask: Tensor, size: int) -> Tensor:
+    """(1 or batch, size) bool."""
     bits = (bitmask.unsqueeze(-1) >> torch.arange(WORD_BITS, dtype=bitmask.dtype)) & 1
     allowed = bits.flatten(-2).bool()[..., :size]
     return torch.nn.functional.pad(allowed, (0, size - allowed.shape[-1]))

@@ -44,6 +44,14 @@ def test_products_beyond_fp16_stay_finite() -> None:
     assert out.tolist() == [65504.0, -65504.0]
 
 
+def test_so_they_do_in_the_others() -> None:
+    out, huge = torch.empty(2, dtype=torch.half), torch.tensor([300.0, 300.0])
+    activations.silu_oai_mul(huge, torch.tensor([300.0, -300.0]), out, 0.0)
+    assert out.tolist() == [65504.0, -65504.0]
+    activations.xielu(huge, out, torch.tensor([5.0]), torch.tensor([0.0]))
+    assert out.tolist() == [65504.0, 65504.0]
+
+
 @pytest.mark.parametrize("limit", [0.0, 7.0])
 def test_the_activation_of_gpt_oss(limit: float) -> None:
     gates, values = torch.tensor([-2.0, 0.5, 9.0]), torch.tensor([-9.0, 0.5, 3.0])

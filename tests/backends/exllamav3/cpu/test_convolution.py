@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from backends.exllamav3.cpu.convolution import causal_conv1d_update
+from backends.exllamav3.engine import DEVICE
+from tests.logits import engine_logits, prompt, reference_logits
 
 WIDTH, CHANNELS, SIZE = 4, 3, 7
 
@@ -82,3 +85,20 @@ def test_inputs_in_fp16_are_widened() -> None:
     out = causal_conv1d_update(x, None, None, weight, None)
     torch.testing.assert_close(out, causal_conv1d_update(x.float(), None, None, weight.float(), None))
     assert out.dtype == torch.float
+
+
+def test_without_slots_sequences_have_the_states_in_their_order() -> None:
+    weight, x, state = torch.randn(CHANNELS, WIDTH), torch.randn(2, CHANNELS, 3), torch.randn(2, CHANNELS, SIZE)
+    implicit, explicit = state.clone(), state.clone()
+    out = causal_conv1d_update(x, implicit, None, weight, None)
+    assert torch.equal(out, causal_conv1d_update(x, explicit, torch.arange(2), weight, None))
+    assert torch.equal(implicit, explicit)
+    assert not torch.equal(implicit, state)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="about the CPU kernels")
+def test_short_convolutions_of_the_engine_compute_in_fp32(tiny_conv: Path) -> None:
+    """In bf16, as its weights are, the least cosine is 0.99993."""
+    ids = prompt(400)
+    logits, expected = engine_logits(tiny_conv, ids), reference_logits(tiny_conv, ids)
+    assert torch.nn.functional.cosine_similarity(logits, expected, dim=-1).min() > 0.99998

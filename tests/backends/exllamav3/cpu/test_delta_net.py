@@ -105,3 +105,14 @@ def test_packed_projections_are_taken_apart_per_key_head() -> None:
     delta_net.gated_delta_net_fused_op_2(b, a, dt_bias, a_log, expected_beta, expected_g, 1.0)
     assert torch.equal(beta[0], expected_beta)
     assert torch.equal(g[0], expected_g)
+
+
+def test_a_pass_that_may_be_taken_back_needs_the_rows_that_it_reads() -> None:
+    inputs, pool = DeltaRule.random(1), torch.zeros(2, 1, VALUE_HEADS, KEY_DIM, VALUE_DIM)
+    out = torch.empty(1, 1, VALUE_HEADS, VALUE_DIM)
+    with pytest.raises(ValueError, match="rows of the state that it reads"):
+        delta_net.cuda_recurrent_gated_delta_rule(
+            inputs.channels[None], inputs.g[None], inputs.beta[None], pool, out,
+            KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, torch.tensor([1]), True,
+        )  # fmt: skip
+    assert not pool.any()

@@ -83,3 +83,11 @@ def test_tokens_beyond_the_root_table_are_found_among_its_edges(monkeypatch: pyt
     monkeypatch.setattr("backends.exllamav3.cpu.drafting.MOST_ROOT_TOKENS", 2)
     matched, draft = cursor([5, 1, 9, 3, -1]).draft(torch.tensor([[5, 1]]), 1, 9)
     assert (matched, draft.tolist()) == (2, [[9, 3]])
+
+
+def test_what_is_no_token_ends_a_match() -> None:
+    """The separator of documents is -1, too: nothing may go on across it."""
+    frozen = cursor([5, 6, 7, -1, 5, 6, 8, -1])
+    matched, draft = frozen.draft(torch.tensor([[7, -1, 5, 6]]), 1, 4)
+    assert (matched, draft.tolist()) == (2, [[7]])
+    assert frozen.draft(torch.tensor([[7, -1, 5, 6, -1]]), 1, 4)[0] == 0

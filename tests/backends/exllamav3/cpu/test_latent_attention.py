@@ -8,6 +8,7 @@ from torch import Tensor
 
 from backends.exllamav3.cpu import latent_attention
 from backends.exllamav3.cpu.quantised_cache import dequantise, quantise
+from tests.backends.exllamav3.cpu.allocations import largest
 
 HEADS, RANK, NOPE, ROPE, VALUE, PAGE = 3, 32, 8, 4, 6, 16
 SCALE = 0.3
@@ -30,7 +31,7 @@ class Sequence:
     def attend(self, w_uk: Tensor, w_uv: Tensor) -> Tensor:
         """With every head's keys and values; w_uk is (rank, heads, dim), w_uv alike."""
         past = len(self.latents) - len(self.q)
-        out = torch.empty(len(self.q), HEADS, VALUE)
+        out = torch.empty(len(self.q), HEADS, w_uv.shape[-1])
         for head in range(HEADS):
             keys = torch.cat((self.latents @ w_uk[:, head], self.rotated), dim=-1)
             values = self.latents @ w_uv[:, head]
@@ -130,7 +131,7 @@ def test_attention_over_cached_latents(form: str, queries: int, bits: int) -> No
             qc=pages.qc,
         )
     expected = torch.cat([sequence.attend(w_uk, w_uv) for sequence in sequences])
-    torch.testing.assert_close(out.float(), expected, atol=5e-3, rtol=5e-3)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_without_a_mask_every_query_sees_every_key() -> None:
@@ -157,3 +158,34 @@ def test_rows_of_other_sequences_are_left_alone() -> None:
         for row in range(PAGE):
             same = torch.equal(pages.latents[page, row].nan_to_num(), before[page, row].nan_to_num())
             assert same == ((page, row) not in written)
+
+
+@pytest.mark.parametrize("value_dim", [VALUE, NOPE + ROPE + 3])  # narrower and wider than keys
+def test_values_need_not_be_as_wide_as_keys(value_dim: int) -> None:
+    sequence = Sequence.random(20, 5)
+    pages, w_uk, w_uv = cached([sequence], 5, 0), torch.randn(RANK, HEADS, NOPE), torch.randn(RANK, HEADS, value_dim)
+    out = latent_attention.mla_attn_triton_prefill_mha(
+        sequence.q, w_uk.flatten(1), w_uv.flatten(1), pages.latents, pages.rotated, pages.table[:1],
+        [20], 1, 5, value_dim, NOPE, SCALE, pre_appended_len=5,
+    )  # fmt: skip
+    torch.testing.assert_close(out, sequence.attend(w_uk, w_uv), atol=1e-4, rtol=1e-4)
+
+
+def test_a_long_prompt_needs_no_matrix_of_queries_and_keys() -> None:
+    queries, keys = 512, 4096
+    table = torch.arange(keys // PAGE).unsqueeze(0)
+    latents, rotated = torch.randn(keys // PAGE, PAGE, 1, RANK), torch.randn(keys // PAGE, PAGE, 1, ROPE)
+    elements = largest(
+        latent_attention.mla_attn_triton_prefill_mha,
+        torch.randn(queries, HEADS, NOPE + ROPE), torch.randn(RANK, HEADS * NOPE), torch.randn(RANK, HEADS * VALUE),
+        latents, rotated, table, [keys - queries], 1, queries, VALUE, NOPE, SCALE, pre_appended_len=queries,
+    )  # fmt: skip
+    assert elements < queries * keys / 8
+
+
+def test_the_scale_is_the_inverse_root_of_all_dimensions_unless_given() -> None:
+    pages, seqlens = cached([Sequence.random(7, 1)], 1, 0), torch.tensor([7], dtype=torch.int32)
+    q_lat, q_pe = torch.randn(HEADS, 1, RANK), torch.randn(HEADS, 1, ROPE)
+    arguments = q_lat, q_pe, pages.latents, pages.rotated, pages.table[:1], seqlens, 1, 1, True
+    given = latent_attention.attend_to_latents(*arguments, (RANK + ROPE) ** -0.5, 1)
+    assert torch.equal(latent_attention.attend_to_latents(*arguments, pre_appended_len=1), given)

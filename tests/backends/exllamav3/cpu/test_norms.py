@@ -73,6 +73,13 @@ def test_the_residual_is_updated_before_its_norm_is_taken() -> None:
     torch.testing.assert_close(y, reference(total, weight, 0.0))
 
 
+def test_what_overflowed_does_not_spoil_the_residual() -> None:
+    x, residual, y = torch.tensor([[float("inf"), 1.0]]).half(), torch.zeros(1, 2), torch.empty(1, 2)
+    norms.rms_norm_res_in(x, None, y, residual, EPSILON, 0.0, 1.0)
+    assert residual.tolist() == [[65504.0, 1.0]]
+    torch.testing.assert_close(y, torch.tensor([[2**0.5, 0.0]]), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize("gate_act", [0, 1])
 @pytest.mark.parametrize("groups", [1, 2])

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from backends.exllamav3.cpu import penalties
 
@@ -96,6 +98,12 @@ def test_dry_limits() -> None:
     assert dry(past, allowed_length=4) == NOTHING
 
 
+def test_dry_that_allows_no_repetition_counts_all_tokens_but_the_first() -> None:
+    assert dry([], allowed_length=0) == NOTHING
+    assert dry([1], allowed_length=0) == NOTHING
+    assert dry([4, 2, 1], allowed_length=0) == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
 def test_dry_breakers() -> None:
     past = [5, 1, 2, 3, 8, 5, 1, 2]
     assert dry(past, breakers=[5]) == only(3, 1.0)  # what is matched ends there
@@ -103,8 +111,51 @@ def test_dry_breakers() -> None:
     assert dry(past, breakers=[3]) == NOTHING  # never penalised
 
 
+@given(st.lists(st.integers(0, 2), max_size=30))
+def test_dry_knows_how_many_tokens_repeat(recent: list[int]) -> None:
+    for age, count in enumerate(penalties._repetitions(recent)[1:], start=1):
+        assert count == next((n for n, token in enumerate(recent[age:]) if token != recent[n]), len(recent) - age)
+
+
+def test_dry_takes_no_longer_for_what_repeats_all_the_time() -> None:
+    """Each token is compared a few times, not with all before it."""
+    compared = 0
+
+    class Token(int):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    penalties._repetitions([Token(7)] * 1000)
+    assert compared < 3000
+
+
+def test_dry_counts_rows_each_for_itself_and_may_work_in_place() -> None:
+    past, logits = torch.tensor([[1, 2, 3, 1, 2], [5, 6, 5, 6, 5]]), torch.zeros(2, 8)
+    penalties.dry_penalty(logits, logits, past, None, None, None, 0.5, 2.0, 2, 0, 0, 1000)
+    assert logits.nonzero().tolist() == [[0, 3], [1, 6]]
+    assert logits[logits < 0].tolist() == [-0.5, -1.0]
+
+
+def test_dry_ignores_foreign_ids() -> None:
+    """Those of images lie beyond the vocabulary."""
+    assert dry([10**9, 2, 3, 10**9, 2]) == only(3, 1.0)
+    assert dry([1, 2, 10**9, 1, 2], breakers=[]) == NOTHING
+
+
 def test_dry_beyond_all_numbers_forbids_the_token() -> None:
     out = torch.empty(1, 4)
     past = torch.tensor([[1] * 2000])
     penalties.dry_penalty(torch.zeros(1, 4), out, past, None, None, None, 1.0, 10.0, 2, 0, 0, 1500)
     assert out[0].tolist() == [0.0, -math.inf, 0.0, 0.0]
+
+
+def test_several_rows_are_refused_where_penalties_are_for_one() -> None:
+    logits, past = torch.zeros(2, 5), torch.tensor([[1], [2]])
+    with pytest.raises(ValueError, match="one sequence at a time, not 2"):
+        penalties.apply_rep_pens(logits, logits, past, 1.5, 10, 0)
+    with pytest.raises(ValueError, match="one sequence at a time, not 2"):
+        penalties.apply_pres_freq_pens(logits, logits, past, 1.5, 0.5, 10, 0)

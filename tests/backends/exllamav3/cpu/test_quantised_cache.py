@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib
 import math
 import struct
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from backends.exllamav3.cpu.quantised_cache import (
     quant_cache_paged,
     quantise,
 )
+from tests.logits import engine_logits, prompt
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are installed where there is no GPU")
 
@@ -215,7 +217,7 @@ def test_attention_is_that_over_unpacked_keys_and_values(new: int, options: dict
     dispatch = importlib.import_module("exllamav3.modules.attention_fn.dispatch").attn_dispatch
     layer, pages = cache_layer(8, 5), Pages((8, 5), [0, 0])
     for count in (200, new):
-        q = torch.randn(2, count, 4, DIM).half()
+        q = torch.randn(2, count, 4, DIM)
         k, v = new_rows(count), new_rows(count)
         out = dispatch(q, k, v, cache=layer, block_table=pages.table, cache_seqlens=pages.lengths, **options)
         pages.append(k, v)
@@ -228,6 +230,16 @@ def test_attention_is_that_over_unpacked_keys_and_values(new: int, options: dict
         torch.testing.assert_close(out[row].float(), expected, atol=2e-3, rtol=2e-3)
     for ours, theirs in zip(layer.get_tensors(), (*pages.words, *pages.scales), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_models_attend_to_a_cache_as_it_is_packed(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And do not unpack all of it into another one for each layer and step."""
+
+    def refused(*arguments: Any) -> None:
+        raise AssertionError("unpacked")
+
+    monkeypatch.setattr("exllamav3.cache.quant.CacheLayer_quant.get_kv", refused)
+    assert engine_logits(tiny_llama, prompt(30), cache_bits=(8, 8)).isfinite().all()
 
 
 def test_heads_that_groups_do_not_divide_are_unpacked_first() -> None:

@@ -94,6 +94,7 @@ def test_a_table_of_angles_replaces_frequencies() -> None:
     both, _ = run(q.expand(2, -1, -1, -1), inv_freq=stretched, position=2)
     torch.testing.assert_close(both[0], run(q, position=2)[0][0])
     torch.testing.assert_close(both[1], run(q, inv_freq=2 * INV_FREQ, position=2)[0][0])
+    assert torch.equal(run(q, inv_freq=stretched, position=2)[0][0], both[0])  # more tables than rows
 
 
 def test_position_dimensions_take_turns_along_the_head() -> None:
@@ -140,3 +141,12 @@ def test_frames_of_a_video_follow_each_other() -> None:
     positions = torch.zeros((3, 6), dtype=torch.long)
     assert gen_mrope_pos_ids(positions, torch.tensor([100, 101, 102, 103, 3, 3]), 1, [(100, 104)], [(2, 1, 2)]) == 4
     assert positions.tolist() == [[0, 0, 1, 1, 2, 3], [0, 0, 0, 0, 2, 3], [0, 1, 0, 1, 2, 3]]
+
+
+def test_normalised_heads_are_not_rounded() -> None:
+    q, weight = torch.randn(1, 2, HEADS, DIM), torch.randn(DIM)
+    out, _ = run(q, q_norm=weight)
+    expected, _ = run(q / (q.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight)
+    torch.testing.assert_close(out, expected)
+    rope(q, q, None, None, INV_FREQ, 0, None, None, NEOX, 1.0, weight, None, 1e-6, 0.0, 0.0, 0, 1, 0)
+    assert torch.equal(q, out)

@@ -106,3 +106,12 @@ def test_logits_of_one_row() -> None:
 
 def activation(logit: float, act_fn: int) -> float:
     return math.sqrt(math.log1p(math.exp(logit))) if act_fn else 1 / (1 + math.exp(-logit))
+
+
+def test_large_logits_are_told_apart() -> None:
+    """Their sigmoids are all 1 in fp32."""
+    scores, indices, weights = torch.empty(1, 3), torch.empty(1, 1, dtype=torch.long), torch.empty(1, 1)
+    hidden, gate = torch.ones(1, 1), torch.tensor([[30.0, 50.0, 40.0]])
+    routing_ds3_nogroup(hidden, gate, scores, None, indices, weights, 2.5)
+    assert indices.tolist() == [[1]]
+    assert weights.tolist() == [[2.5]]

@@ -5,6 +5,7 @@ import torch
 
 from backends.exllamav3.cpu import sparse_attention
 from backends.exllamav3.cpu.quantised_cache import dequantise, quantise
+from tests.backends.exllamav3.cpu.allocations import largest
 
 HEADS, RANK, ROPE, PAGE = 3, 32, 4, 16
 TABLE = torch.tensor([[5, 0, 3]], dtype=torch.int32)
@@ -12,7 +13,9 @@ TABLE = torch.tensor([[5, 0, 3]], dtype=torch.int32)
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("compress_rate", [1, 4])
-def test_scores_of_an_indexer(paged: bool, compress_rate: int) -> None:
+@pytest.mark.parametrize("at_once", [1, 30, 1 << 24])
+def test_scores_of_an_indexer(at_once: int, paged: bool, compress_rate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_attention, "NUMBERS_AT_ONCE", at_once)
     rows, heads, dim, entries, start = 5, 2, 8, 40 // compress_rate, 30
     q, w, pool = torch.randn(rows, heads, dim), torch.randn(rows, heads), torch.randn(8 * PAGE, dim)
     order = torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in TABLE[0].tolist()])
@@ -35,6 +38,13 @@ def test_scores_of_an_indexer(paged: bool, compress_rate: int) -> None:
             assert float(out[row, entry]) == pytest.approx(expected, rel=2e-3, abs=1e-3)
 
 
+def test_a_long_prompt_needs_no_scores_of_every_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_attention, "NUMBERS_AT_ONCE", 1 << 12)
+    rows, heads, entries = 16, 32, 1024
+    q, w, keys = torch.randn(rows, heads, 8), torch.randn(rows, heads), torch.randn(entries, 8)
+    assert largest(sparse_attention.dsa_indexer_scores, q, w, keys, entries, 1, entries) <= rows * entries
+
+
 def test_the_best_entries() -> None:
     infinite = float("inf")
     scores = torch.tensor([[1.0, 5.0, 3.0, -infinite], [2.0, -infinite, -infinite, -infinite]]).half()
@@ -46,7 +56,7 @@ def test_the_best_entries() -> None:
 @pytest.mark.parametrize("bits", [0, 8])
 @pytest.mark.parametrize("gathered", [1, 1 << 24])
 def test_attention_to_chosen_latents(bits: int, gathered: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_attention, "GATHERED_NUMBERS", gathered)
+    monkeypatch.setattr(sparse_attention, "NUMBERS_AT_ONCE", gathered)
     rows = 4
     latents, rotated = torch.randn(8, PAGE, 1, RANK), torch.randn(8, PAGE, 1, ROPE)
     words, scales = quantise(latents.squeeze(2), bits) if bits else (latents, latents)
@@ -72,6 +82,17 @@ def test_attention_to_chosen_latents(bits: int, gathered: int, monkeypatch: pyte
         for head in range(HEADS):
             logits = c @ q[head, row] + r @ q_pe[row, head]
             torch.testing.assert_close(out[head, row], (logits * 0.3).softmax(-1) @ c, atol=1e-5, rtol=1e-4)
+
+
+def test_a_query_for_which_nothing_was_chosen_gets_zeros_and_no_more_than_asked_count() -> None:
+    latents, rotated = torch.randn(8, PAGE, 1, RANK), torch.randn(8, PAGE, 1, ROPE)
+    q, q_pe = torch.randn(HEADS, 2, RANK), torch.randn(2, HEADS, ROPE)
+    indices = torch.tensor([[-1, -1, 5], [3, -1, 5]], dtype=torch.int32)
+    out = sparse_attention.dsa_attn(
+        q, latents, rotated, TABLE, indices=indices, k_len=2, scale=0.3, page_size=PAGE, q_pe=q_pe, out_latent=True
+    )
+    assert not out[:, 0].any()
+    torch.testing.assert_close(out[:, 1], latents[5, 3].expand(HEADS, -1))
 
 
 def test_other_forms_are_refused() -> None:
