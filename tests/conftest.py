@@ -36,6 +36,12 @@ settings.register_profile("new", deadline=None)
 settings.load_profile("repeatable")
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, as tests wait for processes and for time to pass; four at most."""
+    return min(4, (os.cpu_count() or 1) + 1)
+
+
 def pytest_collection_finish() -> None:
     """Exempt what is there by now, a million objects, from the garbage collector.
 

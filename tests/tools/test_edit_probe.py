@@ -312,7 +312,8 @@ SHORT_EDIT_COST = {
 }
 
 
-@pytest.mark.parametrize("sweep", ["256:512:256", pytest.param("256:-:-", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sweep", [*SHORT_EDIT_COST])
 def test_on_the_tiny_hybrid_every_edit_costs_what_it_must(
     real_server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str], sweep: str
 ) -> None:

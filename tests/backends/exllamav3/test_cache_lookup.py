@@ -152,7 +152,7 @@ async def test_figures_hold_with_pages_on_disk(tiny_hybrid: Path, tmp_path: Path
     assert any(explanation.disk_tokens for explanation in explanations)
 
 
-@pytest.mark.parametrize("model", ["tiny_llama", "tiny_sliding"])
+@pytest.mark.parametrize("model", ["tiny_llama", pytest.param("tiny_sliding", marks=pytest.mark.slow)])
 async def test_figures_hold_on_other_models(model: str, request: pytest.FixtureRequest) -> None:
     directory: Path = request.getfixturevalue(model)
     async with loaded(directory, cache_size=2048, max_seq_len=2048, chunk_size=512) as container:
