@@ -171,7 +171,7 @@ def load_failure(name: str, error: Exception, *, too_large: str, strange: str) -
         strange: what it may be otherwise.
     """
     logger.opt(exception=error).error("Loading {} failed", name)
-    reason = too_large if is_out_of_memory(error) else f"{summary(error)}. {strange}"
+    reason = too_large if is_out_of_memory(error) else f"{summary(error).removesuffix('.')}. {strange}"
     return ModelLoadFailed(f"{name}: {reason}")
 
 

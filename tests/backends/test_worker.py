@@ -14,7 +14,7 @@ import pytest
 from backends import messages
 from backends.messages import FromEngine
 from backends.worker import Worker
-from backends.worker_process import is_out_of_memory
+from backends.worker_process import is_out_of_memory, load_failure
 from common.errors import InvalidRequest
 from common.generation import Event, Finish, GenerationRequest, ImageInput, TextDelta, Usage
 from tests.scripted import ScriptedEngine, ask, load_settings
@@ -211,3 +211,9 @@ class OutOfMemoryError(RuntimeError):
 )
 def test_what_counts_as_out_of_memory(error: Exception, is_memory: bool) -> None:
     assert is_out_of_memory(error) is is_memory
+
+
+@pytest.mark.parametrize("text", ["the file is torn", "the file is torn."])
+def test_a_load_that_a_library_fails_over_says_what_it_said(text: str) -> None:
+    failure = load_failure("tiny", ValueError(text), too_large="Use less.", strange="Its files may be damaged.")
+    assert str(failure) == "tiny: ValueError: the file is torn. Its files may be damaged."
