@@ -9,6 +9,7 @@ between host and device.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import random
 import shutil
 import sys
@@ -27,6 +28,10 @@ from backends.exllamav3.engine import Linear, kernels
 from tests import exl3
 from tests.models import VOCABULARY, write_tokenizer
 
+needs_converter = pytest.mark.skipif(
+    importlib.util.find_spec("exllamav3.modules.quant.exl3_lib.hessian_packed") is None,
+    reason="the converter of older engines is built otherwise",
+)
 # Of each of the seven kinds of text that the engine brings a row, of one kind two.
 CALIBRATION = ("--cal_rows", "7", "--cal_cols", "64")
 

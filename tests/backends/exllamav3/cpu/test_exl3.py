@@ -15,7 +15,7 @@ import backends.exllamav3.engine  # noqa: F401  (installs the kernels)
 from backends.exllamav3.cpu.exl3 import Codebook, decode, numbers, unpacked_signs
 from backends.exllamav3.engine import Config, Linear, Model, kernels
 from tests import exl3
-from tests.exl3_converter import converter
+from tests.exl3_converter import converter, needs_converter
 from tests.models import VOCABULARY
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are installed where there is no GPU")
@@ -71,6 +71,7 @@ def test_a_matrix_is_what_the_engine_reconstructs(
     torch.testing.assert_close(decoded(matrix.tensors).T, layer.get_weight_tensor(), atol=2**-8, rtol=0)
 
 
+@needs_converter
 @pytest.mark.parametrize(("bits", "codebook"), [(3, "mcg"), (2.5, "mul1"), (4, None)])
 def test_what_the_engines_quantiser_writes_is_read_as_it_means_it(bits: float, codebook: str | None) -> None:
     """Without calibration; test_exl3_conversion.py has the rest."""

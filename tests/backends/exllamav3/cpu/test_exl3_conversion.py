@@ -13,11 +13,14 @@ from torch import Tensor
 from backends.exllamav3.engine import Config, Linear, Model
 from tests.conftest import MakeOnce
 from tests.containers import answered, loaded
-from tests.exl3_converter import convert, make_source
+from tests.exl3_converter import convert, make_source, needs_converter
 from tests.logits import engine_logits, prompt, reference_logits
 from tests.models import VOCABULARY
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are installed where there is no GPU")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are installed where there is no GPU"),
+    needs_converter,
+]
 
 
 @dataclass(frozen=True)
