@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from io import FileIO
+from io import FileIO, TextIOWrapper
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -149,6 +149,9 @@ def open_pipes() -> tuple[FileIO, BinaryIO]:
     # Frames get a descriptor of their own, so that whatever prints to stdout cannot corrupt them.
     outgoing = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # Line by line: what is kept back is lost where the process is ended, or ends in a hurry.
+    assert isinstance(sys.stdout, TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
     # Unbuffered: a thread that waits in a buffered reader holds its lock, which aborts the interpreter's shutdown.
     return FileIO(os.dup(sys.stdin.fileno())), outgoing
 
