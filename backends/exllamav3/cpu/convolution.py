@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,6 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backends.exllamav3.cpu.delta_net import INTERMEDIATE_DTYPE
+
+
+def prepare(modules: Iterable[Any]) -> None:
+    """Widen the weights of LFM2's short convolutions that have just been loaded: the engine computes in their type."""
+    for module in modules:
+        if type(module).__name__ == "ShortConv":
+            module.conv1d_weight = module.conv1d_weight.float()
+            module.conv1d_bias = None if module.conv1d_bias is None else module.conv1d_bias.float()
 
 
 def causal_conv1d_update(

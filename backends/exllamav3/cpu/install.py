@@ -47,19 +47,20 @@ CPU = torch.device("cpu")
 # All modules of these are imported at once: what the engine imports later would find neither the `torch` without CUDA
 # nor the stand-in for Triton.
 PACKAGES = ("exllamav3.architecture", "exllamav3.cache", "exllamav3.generator", "exllamav3.modules")
-# These allocate the intermediates of recurrent layers in bf16, which costs more accuracy than all the rest together.
-FP32_MODULES = (
-    "exllamav3.modules.gated_delta_net",
-    "exllamav3.modules.gated_delta_net_fn.gated_delta_rule",
-    "exllamav3.modules.mamba2",
-)
-# These ask for activations in fp16, so that every kernel would convert what it reads and what it writes.
-FP32_ACTIVATIONS = (
-    "exllamav3.modules.attn",
-    "exllamav3.modules.mla_attn",
-    "exllamav3.modules.mlp",
-    "exllamav3.modules.transformer",
-)
+# What modules of the engine get where they name a type.
+TYPES: dict[str, dict[str, torch.dtype]] = {
+    # Intermediates of recurrent layers, which in bf16 cost more accuracy than all the rest together.
+    "exllamav3.modules.gated_delta_net": {"bfloat16": delta_net.INTERMEDIATE_DTYPE},
+    "exllamav3.modules.gated_delta_net_fn.gated_delta_rule": {"bfloat16": delta_net.INTERMEDIATE_DTYPE},
+    "exllamav3.modules.mamba2": {"bfloat16": delta_net.INTERMEDIATE_DTYPE},
+    # Activations: in fp16, every kernel would convert what it reads and what it writes.
+    "exllamav3.modules.attn": {"half": torch.float},
+    "exllamav3.modules.mla_attn": {"half": torch.float},
+    "exllamav3.modules.mlp": {"half": torch.float},
+    "exllamav3.modules.transformer": {"half": torch.float},
+    # The type of queries for which it attends to a quantised cache as it is packed.
+    "exllamav3.modules.attention_fn.dispatch": {"float16": torch.float},
+}
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ def _load_autosplit(original: Callable[..., Iterator[Any]]) -> Callable[..., Ite
             tied.tie(module, modules)
             linear.prepare(module)
             norms.prepare(module)
+            convolution.prepare(module)
             memory.return_freed()
         loader.close()
         yield len(modules), len(modules)
@@ -250,13 +252,9 @@ def install() -> None:
 
 
 def _replace_torch() -> None:
-    facade, fp32_facade = torch_facade(), torch_facade(bfloat16=delta_net.INTERMEDIATE_DTYPE)
-    for name in FP32_MODULES:
-        Patch(name, "torch", _by(fp32_facade)).apply()
-    for name in FP32_ACTIVATIONS:
-        Patch(name, "torch", _by(torch_facade(half=torch.float))).apply()
-    # It attends to a quantised cache as it is packed where queries are in fp16, which here are in fp32.
-    Patch("exllamav3.modules.attention_fn.dispatch", "torch", _by(torch_facade(float16=torch.float))).apply()
+    for name, types in TYPES.items():
+        Patch(name, "torch", _by(torch_facade(**types))).apply()
+    facade = torch_facade()
     for name, module in list(sys.modules.items()):
         if name.startswith("exllamav3.") and getattr(module, "torch", None) is torch:
             vars(module)["torch"] = facade

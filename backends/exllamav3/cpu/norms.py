@@ -31,17 +31,11 @@ class BC_GatedRMSNorm:
 
 
 def prepare(modules: Iterable[Any]) -> None:
-    """Widen the weights of norms and short convolutions that have just been loaded, once, as every step reads them.
-
-    The engine's own short convolution, of LFM2, computes in the type of its weight.
-    """
+    """Widen the weights of norms that have just been loaded, once: they are small, and each is read at every step."""
     for module in modules:
         weight = getattr(module, "weight", None)
         if isinstance(weight, Parameter) and weight.dim() == 1:
             weight.data = weight.float()
-        if type(module).__name__ == "ShortConv":
-            module.conv1d_weight = module.conv1d_weight.float()
-            module.conv1d_bias = None if module.conv1d_bias is None else module.conv1d_bias.float()
 
 
 def rms_norm(
