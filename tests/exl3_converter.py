@@ -26,7 +26,7 @@ from torch import Tensor
 from backends.exllamav3.cpu.stand_ins import importable_triton, torch_facade
 from backends.exllamav3.engine import Linear, kernels
 from tests import exl3
-from tests.models import VOCABULARY, write_tokenizer
+from tests.models.writing import language_model, write
 
 needs_converter = pytest.mark.skipif(
     importlib.util.find_spec("exllamav3.modules.quant.exl3_lib.hessian_packed") is None,
@@ -38,25 +38,8 @@ CALIBRATION = ("--cal_rows", "7", "--cal_cols", "64")
 
 def make_source(directory: Path, intermediate_size: int = 256) -> Path:
     """A Llama of one layer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=16384,
-        tie_word_embeddings=False,
-        initializer_range=0.08,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model: Any = LlamaForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(directory)
-    write_tokenizer(directory)
-    return directory
+    settings = language_model(intermediate_size=intermediate_size, num_hidden_layers=1, num_key_value_heads=4)
+    return write(directory, "LlamaForCausalLM", settings)
 
 
 def convert(directory: Path, source: Path, *options: str) -> Path:

@@ -18,7 +18,7 @@ from common.config_models import LoraConfig, LoraInstance, MemoryConfig
 from common.errors import InvalidRequest, NotFound, Unsupported
 from tests.adapters import ALPHA, RANK, layers, make_adapter, merge, write_adapter
 from tests.containers import Answer, answered, loaded
-from tests.models import PAD_ID, VOCABULARY
+from tests.models.writing import language_model, write
 
 PROMPT = [5 + index % 40 for index in range(300)]
 LONG = [5 + index * index % 900 for index in range(600)]
@@ -56,29 +56,8 @@ def differs(one: Answer, other: Answer) -> float:
 
 def make_phi(directory: Path) -> Path:
     """Its checkpoint has one weight for queries, keys and values, and one for gate and up."""
-    import torch
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    from tests.models import EOS_ID, write_tokenizer
-
-    config = Phi3Config(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        pad_token_id=PAD_ID,
-        eos_token_id=EOS_ID,
-        initializer_range=0.08,
-        max_position_embeddings=4096,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model: Any = Phi3ForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(directory)
-    write_tokenizer(directory)
-    return directory
+    settings = language_model(num_hidden_layers=2, max_position_embeddings=4096)
+    return write(directory, "Phi3ForCausalLM", settings)
 
 
 DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "down_proj", "lm_head")
